@@ -1,0 +1,1 @@
+"""Expert parallelism for mixture-of-experts layers."""

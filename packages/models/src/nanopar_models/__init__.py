@@ -1,0 +1,1 @@
+"""Phi-MoE in plain PyTorch, equal to transformers' to the last bits."""
