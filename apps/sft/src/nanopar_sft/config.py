@@ -1,0 +1,424 @@
+"""The configuration: every key of nanopar-sft, with its type, default and one-line description.
+
+    defaults  <-  --config FILE.yaml  <-  --key value        (the right one wins)
+                                |
+                       types and ranges              one field at a time, by pydantic
+                                |
+                     Config.resolve(command, world)  what only several keys together can get wrong
+                                |
+                         frozen Config               saved as YAML, read again by --config
+
+Environment variables are never read. Whatever is wrong is an `InputError` of one line that names the key, the value
+and the remedy. A key exists here only if nanopar-sft honours it: `PLANNED` holds the ones that are still to come, so
+that asking for one is refused with the reason instead of being ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic.config import JsonDict
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from nanopar_sft.errors import InputError
+
+DEFAULT_STEPS = 600
+
+
+class Planned:
+    """A key that nanopar-sft will have: what it will do, and the only value that is right until then."""
+
+    def __init__(self, what: str, neutral: object) -> None:
+        self.what = what
+        self.neutral = neutral
+
+    def refuses(self, value: object) -> bool:
+        """Whether `value` (a string from the command line or a YAML value) asks for more than exists."""
+        return str(value).lower() != str(self.neutral).lower()
+
+
+PLANNED: dict[str, Planned] = {
+    "dp_replicate": Planned("replicate data-parallel groups", 1),
+    "tp": Planned("run tensor parallelism", 1),
+    "sp": Planned("run sequence parallelism", False),
+    "cp": Planned("run context parallelism", 1),
+    "pp": Planned("run pipeline parallelism", 1),
+    "schedule": Planned("run pipeline schedules", "none"),
+    "ep": Planned("run expert parallelism", 1),
+    "etp": Planned("split experts over tensor-parallel ranks", 1),
+    "offload": Planned("offload to host memory", "none"),
+    "packing": Planned("pack sequences", False),
+    "profile_steps": Planned("profile steps", "none"),
+}
+
+# What other trainers call our keys, so that a newcomer's first guess is answered with ours.
+OTHER_NAMES = {
+    "dataset": "data",
+    "dtype": "precision",
+    "gradient_accumulation_steps": "microbatches",
+    "gradient_checkpointing": "recompute",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_schedule",
+    "max_grad_norm": "clip",
+    "max_seq_length": "seq_len",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup",
+}
+
+
+def key(default: Any, group: str, commands: str, description: str, **limits: Any) -> Any:
+    """A field of `Config`: its default, its heading in --help, the commands that use it, and what it means."""
+    shown: JsonDict = {"group": group, "commands": list(commands.split())}
+    return Field(default, description=description, json_schema_extra=shown, **limits)
+
+
+def _none_word(value: object) -> object:
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
+def _split_commas(value: object) -> object:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+NoneWord = BeforeValidator(_none_word)
+CommaSeparated = BeforeValidator(_split_commas)
+OptionalInt = Annotated[int | None, NoneWord]
+OptionalFloat = Annotated[float | None, NoneWord]
+OptionalText = Annotated[str | None, NoneWord]
+Patterns = Annotated[tuple[str, ...], NoDecode, CommaSeparated]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], NoDecode, CommaSeparated]
+
+# Which commands use a key.
+ALL = "train eval generate data export"
+MODEL = "train eval generate export"
+DATA = "train eval data"
+RANKS = "train eval"
+DECODE = "train eval generate"
+
+
+class Config(BaseSettings):
+    """All keys of nanopar-sft, checked and frozen.
+
+    One configuration serves all commands: each uses the keys that its --help lists and ignores the others, so that the
+    file saved by `train` also drives `eval` and `generate`.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+    # Model
+    model: str = key(
+        "nano", "Model", MODEL, "preset (nano, phi-tiny-moe, phi-mini-moe), directory in Hugging Face form, or hub id"
+    )
+    tokenizer: OptionalText = key(
+        None, "Model", ALL, "directory or hub id of a tokenizer (none: the model's own; for a preset the built-in one)"
+    )
+    layers: OptionalInt = key(None, "Model", MODEL, "keep only the model's first N layers (none: all)", ge=1)
+    router_noise: bool = key(
+        False,
+        "Model",
+        "train",
+        "stochastic routing in training, as transformers trains Phi-MoE; the default here is deterministic routing, "
+        "the form that transformers uses in evaluation",
+    )
+    router_jitter_noise: OptionalFloat = key(
+        None, "Model", MODEL, "sparsemixer's tolerance to near ties, instead of the checkpoint's own (none)", ge=0
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", "Model", MODEL, "arithmetic; bf16 trains with fp32 master weights"
+    )
+
+    # Data
+    data: str = key("synthetic", "Data", DATA, "synthetic, gsm8k, a hub id with split (owner/name:split), or a .jsonl")
+    eval_data: OptionalText = key(
+        None, "Data", DATA, "held-back rows, named as in data (none: the test split that belongs to data)"
+    )
+    train_rows: OptionalInt = key(None, "Data", "train data", "use only the first N training rows (none: all)", ge=1)
+    eval_rows: OptionalInt = key(None, "Data", DATA, "use only the first N held-back rows (none: all)", ge=1)
+    seq_len: int = key(512, "Data", DATA, "longest sequence, in tokens; longer rows are cut and counted", ge=2)
+    max_operand: int = key(20, "Data", DATA, "synthetic: largest operand (the smallest is 2)", ge=3)
+    two_step: float = key(0.4, "Data", DATA, "synthetic: share of problems that take two steps", ge=0, le=1)
+    three_step: float = key(0.1, "Data", DATA, "synthetic: share of problems that take three steps", ge=0, le=1)
+    show: int = key(2, "Data", "data", "rows to print with the loss mask of their tokens", ge=0)
+
+    # Optimisation
+    steps: OptionalInt = key(
+        None,
+        "Optimisation",
+        "train",
+        f"stop at this optimizer step, counted from the very first one, also after a resume "
+        f"(none: {DEFAULT_STEPS} unless epochs is set)",
+        ge=1,
+    )
+    epochs: OptionalFloat = key(None, "Optimisation", "train", "passes over the training rows, instead of steps", gt=0)
+    batch_size: int = key(64, "Optimisation", DATA, "sequences per optimizer step, over all ranks", ge=1)
+    microbatches: int = key(1, "Optimisation", "train", "gradient accumulation: parts of each rank's batch", ge=1)
+    lr: float = key(2e-3, "Optimisation", "train", "peak learning rate of AdamW", gt=0)
+    lr_schedule: Literal["cosine", "linear", "constant"] = key(
+        "cosine", "Optimisation", "train", "how the rate falls to 0 after the warm-up"
+    )
+    warmup: float = key(
+        0.03, "Optimisation", "train", "linear warm-up: steps if 1 or more, a fraction of all steps if below", ge=0
+    )
+    weight_decay: float = key(0.01, "Optimisation", "train", "not applied to norms, biases and embeddings", ge=0)
+    betas: Betas = key((0.9, 0.95), "Optimisation", "train", "AdamW's two averaging factors")
+    clip: OptionalFloat = key(1.0, "Optimisation", "train", "largest global gradient norm (none: no clipping)", gt=0)
+    freeze: Patterns = key((), "Optimisation", "train", "name patterns of parameters not to train, as 'model.embed*'")
+    seed: int = key(0, "Optimisation", "train eval generate data", "of initial weights, data and sampling", ge=0)
+
+    # Ranks and memory
+    nproc: OptionalInt = key(
+        None, "Ranks and memory", RANKS, "ranks to start on this machine (none: dp); torchrun's number wins", ge=1
+    )
+    dp: OptionalInt = key(None, "Ranks and memory", RANKS, "data-parallel ranks (none: all)", ge=1)
+    zero: int = key(0, "Ranks and memory", "train", "ZeRO stage: 0 keeps everything on every rank", ge=0, le=3)
+    recompute: bool = key(
+        False, "Ranks and memory", "train", "recompute activations in backward instead of keeping them"
+    )
+    threads: OptionalInt = key(
+        None, "Ranks and memory", DECODE, "CPU threads of each rank (none: cores divided by local ranks)", ge=1
+    )
+    timeout_s: float = key(
+        300.0, "Ranks and memory", RANKS, "seconds after which a collective that a rank missed fails", gt=0
+    )
+
+    # Answers
+    prompt: OptionalText = key(None, "Answers", "generate", "question to answer")
+    max_new_tokens: int = key(256, "Answers", DECODE, "longest answer, in tokens", ge=1)
+    temperature: float = key(0.0, "Answers", "generate", "0 takes the likeliest token; above 0 samples", ge=0)
+    top_p: float = key(
+        1.0, "Answers", "generate", "sample among the likeliest tokens of this total probability", gt=0, le=1
+    )
+
+    # Output
+    output_dir: Path = key(Path("runs/sft"), "Output", "train eval export", "directory for everything that is written")
+    save_every: OptionalInt = key(None, "Output", "train", "steps between checkpoints (none: no checkpoints)", ge=1)
+    resume: OptionalText = key(
+        None, "Output", "train export", "checkpoint directory, or auto for the newest one in output_dir"
+    )
+    eval_every: OptionalInt = key(
+        None, "Output", "train", "steps between evaluations (none: before the first and after the last only)", ge=1
+    )
+    log: Literal["none", "tensorboard"] = key("none", "Output", "train", "where metrics go besides metrics.jsonl")
+    plot: bool = key(True, "Output", "train", "draw the loss as loss.png")
+    dry_run: bool = key(False, "Output", "train", "check configuration, layout, data and memory, then stop")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 (the signature is pydantic's)
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed in: no environment variables, no dotenv file, no secrets."""
+        return (init_settings,)
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Self:
+        """The configuration that `--config FILE.yaml` and `--key value` arguments describe.
+
+        Args:
+            arguments: what follows the command's name on the command line.
+
+        Raises:
+            InputError: an unknown key, an unreadable file, or a value of the wrong type or range.
+        """
+        file, tokens = _split_arguments(arguments)
+        from_file = _read_yaml(file) if file else {}
+        # Every token is now `--key=value` with a known key, so argparse inside this source has nothing to refuse.
+        from_line = CliSettingsSource(cls, cli_parse_args=tokens)()
+        if from_line.keys() & {"steps", "epochs"}:  # the command line replaces the file's choice between the two
+            from_file = {name: value for name, value in from_file.items() if name not in ("steps", "epochs")}
+        try:
+            return cls(**{**from_file, **from_line})
+        except ValidationError as error:
+            raise InputError(_one_line(error, file, from_line)) from None
+
+    def save(self, path: Path) -> None:
+        """Write all keys as YAML, for `--config`."""
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        path.write_text(text, encoding="utf-8")
+
+    def ranks(self, command: str) -> int:
+        """The number of ranks that the keys ask for, when nothing else has started any."""
+        return self.nproc or self.dp or 1 if command in RANKS.split() else 1
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Steps of linear warm-up in a run of `total_steps`."""
+        return int(self.warmup) if self.warmup >= 1 else round(self.warmup * total_steps)
+
+    def resolve(self, command: str, world_size: int) -> Self:
+        """Check what only several keys together can get wrong, and fill in what follows from the others.
+
+        Args:
+            command: the command that will run; only keys that it uses are checked.
+            world_size: number of ranks that will run it.
+
+        Returns:
+            A configuration with `dp` set to the layout, `nproc` cleared (it follows from the layout), and for `train`
+            either `steps` or `epochs` set.
+
+        Raises:
+            InputError: the keys contradict each other, or ask for something that is not available yet.
+        """
+        if self.precision == "fp16":
+            raise InputError("precision=fp16: nanopar-sft cannot scale losses yet; use precision=bf16 or fp32")
+        if self.two_step + self.three_step > 1:
+            raise InputError(
+                f"two_step={self.two_step:g} and three_step={self.three_step:g} are shares of the problems: "
+                "together they may be at most 1"
+            )
+        if command == "generate" and not self.prompt:
+            raise InputError("generate needs a question: --prompt TEXT")
+        if command == "export" and not self.resume:
+            raise InputError("export needs a checkpoint: --resume DIRECTORY")
+        filled: dict[str, object] = {"nproc": None, "dp": self._resolved_dp(command, world_size)}
+        if command == "train":
+            self._check_training(world_size)
+            if self.steps is None and self.epochs is None:
+                filled["steps"] = DEFAULT_STEPS
+        return self.model_copy(update=filled)
+
+    def _resolved_dp(self, command: str, world_size: int) -> int:
+        if command not in RANKS.split():
+            if world_size != 1:
+                raise InputError(f"{command} runs in one process, not in {world_size} ranks")
+            return 1
+        if self.dp not in (None, world_size):
+            raise InputError(
+                f"dp={self.dp} needs {self.dp} rank(s), but there would be {world_size}: make nproc (or torchrun's "
+                "--nproc-per-node) and dp equal, or leave dp out"
+            )
+        return world_size
+
+    def _check_training(self, dp: int) -> None:
+        if self.zero != 0:
+            raise InputError(f"zero={self.zero}: nanopar-sft cannot shard training states yet; use zero=0")
+        if self.steps is not None and self.epochs is not None:
+            raise InputError(f"steps={self.steps} and epochs={self.epochs:g} are both set: keep one of them")
+        steps = DEFAULT_STEPS if self.steps is None and self.epochs is None else self.steps
+        if steps is not None and self.warmup >= 1 and self.warmup_steps(steps) >= steps:
+            raise InputError(
+                f"warmup={self.warmup:g} leaves no step to train in steps={steps}: use fewer warm-up steps, "
+                "or a fraction such as 0.03"
+            )
+        if self.batch_size % (dp * self.microbatches):
+            raise InputError(
+                f"batch_size={self.batch_size} is not divisible by dp={dp} x microbatches={self.microbatches} "
+                f"= {dp * self.microbatches}: every micro-batch must have the same number of sequences"
+            )
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The one of `words` that looks most like `word`."""
+    return difflib.get_close_matches(word, list(words), n=1, cutoff=0.0)[0]
+
+
+def _split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Bring arguments into one form: the YAML file, and `--key=value` tokens with known keys and underscores.
+
+    >>> _split_arguments(["--config", "a.yaml", "--batch-size", "8", "--plot"])
+    (PosixPath('a.yaml'), ['--batch_size=8', '--plot=true'])
+    """
+    file: Path | None = None
+    tokens: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            raise InputError(f"unexpected argument '{argument}': keys are written --key value")
+        written, equals, value = argument[2:].partition("=")
+        name = written.replace("-", "_")
+        if name != "config":
+            _check_known(name, written, where="")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif name in Config.model_fields and Config.model_fields[name].annotation is bool:
+                value = "true"
+            else:
+                raise InputError(f"--{written} needs a value")
+        if name == "config":
+            if file is not None:
+                raise InputError(f"--config is given twice ({file} and {value}): use one file")
+            file = Path(value)
+        elif not _is_neutral(name, value, where=""):
+            tokens.append(f"--{name}={value}")
+    return file, tokens
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    """The keys of a YAML file, with underscores."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read --config {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not a text file in UTF-8") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{file}, line {mark.line + 1}" if mark else str(file)
+        raise InputError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise InputError(f"{file}: expected lines of the form 'key: value', found a {type(content).__name__}")
+    values: dict[str, Any] = {}
+    for written, value in content.items():
+        name = str(written).replace("-", "_")
+        _check_known(name, str(written), where=f"{file}: ")
+        if name in values:
+            raise InputError(f"{file}: key '{name}' is given twice")
+        if not _is_neutral(name, value, where=f"{file}: "):
+            values[name] = value
+    return values
+
+
+def _check_known(name: str, written: str, where: str) -> None:
+    known = [*Config.model_fields, *PLANNED]
+    if name not in known:
+        guess = nearest(name, [*known, *OTHER_NAMES])
+        raise InputError(f"{where}unknown key '{written}'; did you mean '{OTHER_NAMES.get(guess, guess)}'?")
+
+
+def _is_neutral(name: str, value: object, where: str) -> bool:
+    """Whether `name` is a planned key at the value that changes nothing; any other value of such a key is refused."""
+    if name not in PLANNED:
+        return False
+    planned = PLANNED[name]
+    if planned.refuses(value):
+        neutral = str(planned.neutral).lower()
+        raise InputError(f"{where}{name}={value}: nanopar-sft cannot {planned.what} yet; use {name}={neutral}")
+    return True
+
+
+def _one_line(error: ValidationError, file: Path | None, from_line: Mapping[str, object]) -> str:
+    """What pydantic found wrong, in one line: `FILE: key=value: reason; key=value: reason`."""
+    parts = []
+    for problem in error.errors(include_url=False):
+        name = str(problem["loc"][0])
+        where = "" if name in from_line or file is None else f"{file}: "
+        if problem["type"] in ("missing", "too_long"):  # a fixed number of values, of which some lack or are too many
+            parts.append(f"{where}{name} has the wrong number of values: it needs as many as its default, see --help")
+            continue
+        reason = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ").split(", unable to")[0]
+        parts.append(f"{where}{name}={problem['input']}: must be {reason}")
+    return "; ".join(parts)
