@@ -67,7 +67,7 @@ def launch(nproc: int, arguments: Sequence[str], *, threads: int | None = None, 
     log.propagate = False
 
     if threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // nproc))
+        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, usable_cores() // nproc))
     with tempfile.TemporaryDirectory(prefix="nanopar-sft-") as log_dir:
         launch_config = LaunchConfig(
             min_nodes=1,
@@ -84,12 +84,16 @@ def launch(nproc: int, arguments: Sequence[str], *, threads: int | None = None, 
         try:
             elastic_launch(launch_config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
+            for rank, failure in error.failures.items():
+                if failure.exitcode < 0:  # this rank could not say anything itself
+                    cause = signal.Signals(-failure.exitcode).name
+                    print(f"nanopar-sft: rank {rank} was killed by {cause}", file=sys.stderr)
             return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
         except SignalException as error:
             return 128 + int(error.sigval)
     return 0
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
