@@ -1,0 +1,181 @@
+"""``launch()``: from torchrun's environment (or none) to a process group and back, whatever happens in between.
+
+    rank 1 raises --> writes its name into the job's store (first one wins) --> its groups end --> traceback, status 1
+    other ranks   --> their collectives break, or the watching thread reads the store --> one line, status 1
+
+So all ranks end within seconds, and only the rank that failed prints a traceback. The watching thread matters where a
+rank would not notice by itself: it computes, or waits for a third rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore, TCPStore
+
+GRACE_S = 3.0  # how long a rank may take to end by itself after a failure elsewhere or its own
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the job: ``rank`` of ``size``, ``local_rank`` on its machine, and its device."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+class PeerFailure(SystemExit):
+    """Ends this rank with status 1 because another rank failed first; the message says which and why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(1)
+        self.message = message
+
+
+@contextmanager
+def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None) -> Iterator[World]:
+    """Join the job that torchrun describes in the environment, or be a job of one process.
+
+    Sets the device and the seeds of Python and torch (the same on every rank), makes the process group (gloo for CPU
+    tensors, NCCL for CUDA tensors) and destroys it at the end. When a rank fails all ranks end within seconds with a
+    non-zero status, and that rank's traceback is the only one.
+
+    Args:
+        timeout_s: seconds after which a collective that does not finish raises, in the world and in every mesh axis.
+        seed: for ``random`` and ``torch``.
+        device: "cpu" or "cuda"; by default CUDA where a GPU exists.
+
+    Raises:
+        ValueError: more ranks on this machine than GPUs, or an incomplete environment.
+        RuntimeError: a process group exists already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already: use nanopar_core.Mesh on it, without launch()")
+    world = _world_from_environment(device)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    alarm = _Alarm(world) if world.size > 1 else None
+    try:
+        yield world
+    except SystemExit as error:
+        if alarm is not None and error.code not in (0, None):
+            alarm.sound(f"it exited with status {error.code}")
+        raise
+    except Exception as error:
+        if alarm is not None and not alarm.sound(_summary(error)):
+            message = f"rank {world.rank} stops because {alarm.reason()}"
+            print(message, file=sys.stderr, flush=True)
+            raise PeerFailure(message) from None
+        raise
+    finally:
+        if alarm is not None:
+            alarm.stop()
+        dist.destroy_process_group()
+        if alarm is not None:
+            alarm.disarm()
+
+
+def _world_from_environment(device: str | None) -> World:
+    if "RANK" not in os.environ:
+        rank = local_rank = 0
+        size = local_size = 1
+    else:
+        try:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"RANK is set but the rest of torchrun's environment is not usable: {error}") from None
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {device!r}")
+    if kind == "cpu":
+        return World(rank, size, local_rank, torch.device("cpu"))
+    gpus = torch.cuda.device_count()
+    if local_size > gpus:
+        raise ValueError(
+            f"{local_size} ranks on this machine but {gpus} GPUs: start at most {gpus} or use device='cpu'"
+        )
+    return World(rank, size, local_rank, torch.device("cuda", local_rank))
+
+
+def _summary(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class _Alarm:
+    """The job's bulletin of failure: one key in torchrun's store, and a thread that watches it.
+
+    The thread has a connection of its own, since the process group's store is busy while a collective waits. It ends
+    the process when another rank failed, or this one did, and the main thread did not end within ``GRACE_S``.
+    """
+
+    def __init__(self, world: World) -> None:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        self._key = f"nanopar/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._rank = world.rank
+        self._own = ""
+        self._finished = threading.Event()
+        self._watching = threading.Event()
+        self._watching.set()
+        threading.Thread(target=self._watch, name="nanopar-alarm", daemon=True).start()
+
+    def sound(self, reason: str) -> bool:
+        """Announce this rank's failure; False when another rank was first."""
+        self._own = traceback.format_exc()
+        message = f"rank {self._rank} failed: {reason}"
+        try:
+            return self._store.compare_set(self._key, "", message).decode() == message
+        except RuntimeError:  # the store is gone with the rank or launcher that held it
+            return True
+
+    def reason(self) -> str:
+        """What the first rank that failed said."""
+        return self._store.get(self._key).decode()
+
+    def stop(self) -> None:
+        """No longer end this process for other ranks' failures: it is leaving the job by itself."""
+        self._watching.clear()
+
+    def disarm(self) -> None:
+        """The process has left the job: the thread has nothing to do any more."""
+        self._finished.set()
+
+    def _watch(self) -> None:
+        while not self._finished.wait(POLL_S):
+            try:
+                failed = self._store.check([self._key])
+            except RuntimeError:
+                return
+            if failed and (self._watching.is_set() or self._own):
+                break
+        else:
+            return
+        if self._finished.wait(GRACE_S):
+            return
+        reason = self._own or f"rank {self._rank} stops because {self.reason()}"
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(1)
