@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 GRACE_S = 3.0  # how long a rank may take to end by itself after a failure elsewhere or its own
 POLL_S = 0.5
@@ -148,13 +148,13 @@ class _Alarm:
         self._own = traceback.format_exc()
         message = f"rank {self._rank} failed: {reason}"
         try:
-            return self._store.compare_set(self._key, "", message).decode() == message
+            return bool(self._store.compare_set(self._key, "", message).decode() == message)
         except RuntimeError:  # the store is gone with the rank or launcher that held it
             return True
 
     def reason(self) -> str:
         """What the first rank that failed said."""
-        return self._store.get(self._key).decode()
+        return str(self._store.get(self._key).decode())
 
     def stop(self) -> None:
         """No longer end this process for other ranks' failures: it is leaving the job by itself."""

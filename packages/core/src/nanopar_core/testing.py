@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanopar_core.launch import GRACE_S, PeerFailure, launch
 
