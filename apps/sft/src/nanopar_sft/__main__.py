@@ -11,9 +11,12 @@ Exit status: 0 done, 1 failed, 2 bad input; 128 + n when signal n ended the run 
 import importlib.metadata
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from nanopar_sft.errors import InputError
+
+OTHER_RANKS_WAIT_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank meets the same error: one of them says so
-            print(f"nanopar-sft: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":
+            # Nearly always rank 0 meets the same error, says so, and torchrun ends this rank while it waits here.
+            time.sleep(OTHER_RANKS_WAIT_S)
+        print(f"nanopar-sft: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -127,7 +127,7 @@ class Config(BaseSettings):
         "nano", "Model", MODEL, "preset (nano, phi-tiny-moe, phi-mini-moe), directory in Hugging Face form, or hub id"
     )
     tokenizer: OptionalText = key(
-        None, "Model", ALL, "directory or hub id of a tokenizer (none: the model's own; for a preset the built-in one)"
+        None, "Model", ALL, "directory, hub id, or builtin (none: the model's own; builtin for a preset)"
     )
     layers: OptionalInt = key(None, "Model", MODEL, "keep only the model's first N layers (none: all)", ge=1)
     router_noise: bool = key(
@@ -140,18 +140,16 @@ class Config(BaseSettings):
     router_jitter_noise: OptionalFloat = key(
         None, "Model", MODEL, "sparsemixer's tolerance to near ties, instead of the checkpoint's own (none)", ge=0
     )
-    precision: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", "Model", MODEL, "arithmetic; bf16 trains with fp32 master weights"
-    )
+    precision: Literal["fp32", "bf16"] = key("fp32", "Model", MODEL, "arithmetic; bf16 trains with fp32 master weights")
 
     # Data
-    data: str = key("synthetic", "Data", DATA, "synthetic, gsm8k, a hub id with split (owner/name:split), or a .jsonl")
+    data: str = key("synthetic", "Data", DATA, "synthetic, gsm8k, FILE.jsonl, directory, or hub id as org/name:split")
     eval_data: OptionalText = key(
         None, "Data", DATA, "held-back rows, named as in data (none: the test split that belongs to data)"
     )
     train_rows: OptionalInt = key(None, "Data", "train data", "use only the first N training rows (none: all)", ge=1)
     eval_rows: OptionalInt = key(None, "Data", DATA, "use only the first N held-back rows (none: all)", ge=1)
-    seq_len: int = key(512, "Data", DATA, "longest sequence, in tokens; longer rows are cut and counted", ge=2)
+    seq_len: int = key(512, "Data", DATA, "longest sequence, in tokens; longer rows are left out and counted", ge=2)
     max_operand: int = key(20, "Data", DATA, "synthetic: largest operand (the smallest is 2)", ge=3)
     two_step: float = key(0.4, "Data", DATA, "synthetic: share of problems that take two steps", ge=0, le=1)
     three_step: float = key(0.1, "Data", DATA, "synthetic: share of problems that take three steps", ge=0, le=1)
@@ -279,8 +277,6 @@ class Config(BaseSettings):
         Raises:
             InputError: the keys contradict each other, or ask for something that is not available yet.
         """
-        if self.precision == "fp16":
-            raise InputError("precision=fp16: nanopar-sft cannot scale losses yet; use precision=bf16 or fp32")
         if self.two_step + self.three_step > 1:
             raise InputError(
                 f"two_step={self.two_step:g} and three_step={self.three_step:g} are shares of the problems: "

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal that this process gets when its parent dies
 SHUTDOWN_S = 10  # ranks that ignore a signal this long are killed
@@ -84,14 +84,21 @@ def launch(nproc: int, arguments: Sequence[str], *, threads: int | None = None, 
         try:
             elastic_launch(launch_config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
-            for rank, failure in error.failures.items():
-                if failure.exitcode < 0:  # this rank could not say anything itself
-                    cause = signal.Signals(-failure.exitcode).name
-                    print(f"nanopar-sft: rank {rank} was killed by {cause}", file=sys.stderr)
-            return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
+            return _status({rank: failure.exitcode for rank, failure in error.failures.items()})
         except SignalException as error:
             return 128 + int(error.sigval)
     return 0
+
+
+def _status(exit_codes: Mapping[int, int]) -> int:
+    """The launcher's exit status, from those of the ranks that did not end well (-n: killed by signal n).
+
+    A rank that was killed could not say so itself, unless it was by SIGTERM: that is how the launcher stops the others.
+    """
+    for rank, code in exit_codes.items():
+        if code < 0 and -code != signal.SIGTERM:
+            print(f"nanopar-sft: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    return 2 if 2 in exit_codes.values() else 1
 
 
 def usable_cores() -> int:

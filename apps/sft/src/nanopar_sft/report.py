@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from nanopar_sft import plot as picture
 from nanopar_sft.errors import InputError
@@ -139,7 +140,7 @@ class _Bar:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(compact=True),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
             console=Console(stderr=True),
             refresh_per_second=4,
             expand=True,
@@ -179,7 +180,7 @@ class _Lines:
             return
         self._last_line = now
         left_s = (now - self._started) / done * (self._total - record.step)
-        self.note(f"step {record.step}/{self._total}  {numbers(record)}  {clock(left_s)} left")
+        self.note(f"step {record.step}/{self._total} {numbers(record)} {clock(left_s)} left")
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -188,8 +189,8 @@ class _Lines:
 def numbers(record: StepRecord) -> str:
     """The figures of a step in words short enough for one line of a terminal."""
     return (
-        f"loss {record.loss:.4f}  norm {record.grad_norm:.2f}  lr {record.lr:.1e}  "
-        f"{record.tokens_per_second:,.0f} tok/s  {record.peak_memory_bytes / 2**30:.2f} GiB"
+        f"loss {record.loss:.4f} norm {record.grad_norm:.2f} lr {record.lr:.1e} "
+        f"{record.tokens_per_second:,.0f} tok/s {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
 
 
