@@ -1,0 +1,87 @@
+"""Grouped-query attention with rotary positions.
+
+    x_BSD -> q, k, v projections -> rotary turn of q, k -> [cache] -> core(q, k, v, mask) -> output projection
+
+The core is a sub-module, the seam where ring attention or another kernel goes in. Ours calls torch's scaled dot product
+attention and never falls back to its slow path without a warning.
+
+Shapes: B batch, S queries, K keys, H query heads, G key/value heads, C head_dim, D hidden size.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+
+from nanopar_models.cache import KVCache
+from nanopar_models.config import PhiMoEConfig
+from nanopar_models.layout import TokenLayout
+from nanopar_models.rope import rotate
+
+
+class AttentionCore(nn.Module):
+    """``core(q [B, H, S, C], k [B, G, K, C], v [B, G, K, C], mask) -> [B, H, S, C]``.
+
+    ``mask`` is bool ``[B or 1, 1, S, K]``, True where a query sees a key. None: causal if S == K, and the single newest
+    query sees every key if S == 1.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        causal = mask is None and q.shape[2] > 1
+        if not torch.compiler.is_compiling() and not q.is_meta:
+            k, v = self._fit_heads(q, k, v, mask, causal)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    @staticmethod
+    def _fit_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+        """Repeat the key/value heads where only that lets a fast kernel serve; warn where none does."""
+        if sdpa_backend(q, k, v, mask, causal=causal) is not SDPBackend.MATH:
+            return k, v
+        if q.shape[1] != k.shape[1]:
+            repeated = tuple(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            if sdpa_backend(q, *repeated, mask, causal=causal) is not SDPBackend.MATH:
+                return repeated
+        warnings.warn(
+            f"no fast attention kernel serves {q.dtype} on {q.device.type} with head_dim {q.shape[3]}"
+            f"{' and a mask' if mask is not None else ''}: torch's slow path, which holds all scores, is used",
+            stacklevel=2,
+        )
+        return k, v
+
+
+def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
+    """The kernel family that torch picks for this call of scaled dot product attention."""
+    # The dispatcher's own choice; torch has no public name for it (tests/models/test_attention.py watches it).
+    choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1])
+    return SDPBackend(choice)
+
+
+class Attention(nn.Module):
+    """The attention block of one layer; the number of local heads follows from the projections' sizes."""
+
+    def __init__(self, config: PhiMoEConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, heads, bias=bias)
+        self.k_proj = nn.Linear(hidden, groups, bias=bias)
+        self.v_proj = nn.Linear(hidden, groups, bias=bias)
+        self.o_proj = nn.Linear(heads, hidden, bias=bias)
+        self.core: nn.Module = AttentionCore()
+
+    def forward(self, x_BSD: Tensor, layout: TokenLayout, cache: KVCache | None = None) -> Tensor:
+        batch, length, _ = x_BSD.shape
+        heads = (batch, length, -1, self.head_dim)
+        q = rotate(self.q_proj(x_BSD).view(heads), layout.rotary).transpose(1, 2)
+        k = rotate(self.k_proj(x_BSD).view(heads), layout.rotary).transpose(1, 2)
+        v = self.v_proj(x_BSD).view(heads).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        out: Tensor = self.core(q, k, v, layout.mask)
+        y: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return y

@@ -1,0 +1,113 @@
+"""What every layer needs to know about a batch besides its hidden states, worked out once per forward pass.
+
+    position_ids, attention_mask, sample_ids  --token_layout-->  TokenLayout (rotary tables, mask, which tokens are real)
+
+``attention_mask`` is ``[B, past + S]``: 0 is padding, any other number names the document that the token belongs to
+(1 everywhere in an ordinary batch); tokens attend within their document only. Decisions are made on the host from it, so
+a mask left on the CPU costs a CUDA run no synchronisation, one on the GPU costs one per forward pass, and none at all
+(no padding) is cheapest.
+
+    attention_mask of a row   what attention does         what the experts see
+    1 1 1 1                   causal kernel, no mask      all tokens
+    1 1 0 0  right padding    causal kernel, no mask      real tokens (padding comes after them, none sees it)
+    0 0 1 1  left padding     masked kernel               real tokens
+    1 1 2 2  two documents    masked kernel               all tokens
+
+Shapes: B batch, S sequence, K keys (cached ones included), T real tokens, C head_dim.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanopar_models.config import PhiMoEConfig
+from nanopar_models.rope import rotary_tables
+
+
+class TokenLayout(NamedTuple):
+    """See the module's docstring. All tensors are on the hidden states' device.
+
+    ``rotary``: cosine and sine tables, ``[B or 1, S, 1, C]``. ``mask``: bool ``[B or 1, 1, S, K]``, True where a query
+    sees a key; None means causal. ``real_T``: places of the real tokens in the flattened batch; None means all of them.
+    ``positions_BS`` and ``sample_ids_BS`` name the tokens for the router's noise (the latter may be missing).
+    """
+
+    rotary: tuple[Tensor, Tensor]
+    mask: Tensor | None
+    real_T: Tensor | None
+    positions_BS: Tensor
+    sample_ids_BS: Tensor | None
+
+
+def token_layout(
+    config: PhiMoEConfig,
+    hidden_BSD: Tensor,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    sample_ids: Tensor | None = None,
+    past: int = 0,
+) -> TokenLayout:
+    """The layout of ``hidden_BSD`` (only its shape, dtype and device matter), which follows ``past`` cached tokens.
+
+    ``position_ids`` (``[B, S]`` or ``[1, S]``) default to 0, 1, ... after the cached ones, padding or not.
+    ``sample_ids`` is ``[B]`` or ``[B, S]``.
+    """
+    batch, length, _ = hidden_BSD.shape
+    device = hidden_BSD.device
+    if position_ids is None:
+        position_ids = torch.arange(past, past + length, device=device)[None]
+    elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+        raise ValueError(f"position_ids must be [{batch}, {length}] or [1, {length}], got {list(position_ids.shape)}")
+    documents = _host_documents(attention_mask, batch, past + length)
+    sample_ids_BS = None
+    if sample_ids is not None:
+        sample_ids_BS = sample_ids.view(batch, -1).expand(batch, length).to(device)
+    position_ids = position_ids.to(device)
+    return TokenLayout(
+        rotary=rotary_tables(config, position_ids, hidden_BSD.dtype),
+        mask=_attention_mask(documents, length, past, config.sliding_window, device),
+        real_T=_real_tokens(documents, length, device),
+        positions_BS=position_ids.expand(batch, length),
+        sample_ids_BS=sample_ids_BS,
+    )
+
+
+def _host_documents(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """The mask as int64 on the CPU; None where it says nothing (every token real, one document)."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != (batch, keys):
+        raise ValueError(f"attention_mask must be [{batch}, {keys}], got {list(attention_mask.shape)}")
+    documents = attention_mask.to("cpu", torch.int64)
+    return None if bool((documents == 1).all()) else documents
+
+
+def _attention_mask(
+    documents: Tensor | None, length: int, past: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Who sees whom: same document, not later, within the window. Padding sees padding, so no row is empty."""
+    keys = past + length
+    windowed = window is not None and keys > window
+    single = documents is None or (documents.amax() <= 1 and bool((documents[:, 1:] <= documents[:, :-1]).all()))
+    if single and past and documents is not None:
+        single = bool((documents[:, past:] > 0).all())
+    if single and not windowed and (past == 0 or length == 1):
+        return None
+    query_S1 = torch.arange(past, keys, device=device)[:, None]
+    key_K = torch.arange(keys, device=device)
+    mask = query_S1 >= key_K
+    if windowed and window is not None:
+        mask &= query_S1 - key_K < window
+    mask = mask[None, None]
+    if not single and documents is not None:
+        documents = documents.to(device, non_blocking=True)
+        mask = mask & (documents[:, None, past:, None] == documents[:, None, None, :])
+    return mask
+
+
+def _real_tokens(documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+    if documents is None:
+        return None
+    real = documents[:, -length:] != 0
+    return None if bool(real.all()) else real.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
