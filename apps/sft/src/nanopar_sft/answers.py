@@ -1,8 +1,8 @@
-"""The number a text answers with, and whether it is the right one.
+r"""The number a text answers with, and whether it is the right one.
 
 GSM8K ends an answer with a line "#### 72". Two readings are taken and reported apart:
 
-    strict    the number right behind the first "####" that has one     "... so 72 in all.\\n#### 72"
+    strict    the number right behind the first "####" that has one     "... so 72 in all.\n#### 72"
     flexible  the last number of the text, wherever it stands           "... the answer is $72."
 
 Only the text that the model wrote is read, never the prompt (its numbers would be found by the flexible reading), and

@@ -1,7 +1,7 @@
-"""Conversations as token ids and labels.
+r"""Conversations as token ids and labels.
 
-    <|user|>  How  many  ?  <|end|>  <|assistant|>   3  +  4  =  7  \\n  ####  7  <|end|>     input_ids
-      -100   -100  -100 ...  -100        -100        3  +  4  =  7  \\n  ####  7  <|end|>     labels
+    <|user|>  How  many  ?  <|end|>  <|assistant|>   3  +  4  =  7  \n  ####  7  <|end|>     input_ids
+      -100   -100  -100 ...  -100        -100        3  +  4  =  7  \n  ####  7  <|end|>     labels
 
 The tokenizer's own chat template writes the conversation. It is tokenised in one piece, as the model will see it, and
 labels are laid by character positions: an assistant's turn counts from where the template's generation prompt ends
@@ -74,7 +74,9 @@ class Chat:
         written = self._written_behind_a_turn()
         if written is None:
             if tokenizer.eos_token_id is None:
-                raise InputError("the tokenizer has neither an end-of-turn nor an end-of-text token: answers need an end")
+                raise InputError(
+                    "the tokenizer has neither an end-of-turn nor an end-of-text token: answers need an end"
+                )
             self._ending = tokenizer.eos_token
         self.end_of_turn: int = tokenizer.eos_token_id if written is None else written
         eos = tokenizer.eos_token_id

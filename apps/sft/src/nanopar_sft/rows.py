@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from nanopar_sft.errors import InputError
-from nanopar_sft.synthetic import Difficulty, make_problems
+from nanopar_sft.synthetic import Difficulty, make_problem
 
 ROLES = ("system", "user", "assistant")
-SYNTHETIC_ROWS = {"train": 40_000, "test": 1_000}
+SYNTHETIC_ROWS = {"train": 20_000, "test": 1_000}
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>\w+))?")
 EXPECTED = "question and answer, prompt and completion, or messages"
@@ -71,22 +71,25 @@ def load_rows(
             - a directory: a dataset in the hub's layout (data files, README.md);
             - a file: JSON Lines, one row a line, of which the whole is the split.
         split: the split to read, where ``source`` does not name one.
-        count: the first so many rows; None: all (40,000 for training and 1,000 for testing with ``synthetic``).
+        count: the first so many rows; None: all (20,000 for training and 1,000 for testing with ``synthetic``).
 
     Raises:
         InputError: the source cannot be found or reached, a row is malformed or has no answer (said with file and line
             or row number), or there is no row at all.
     """
+    rows: Iterator[Row]
     if source == "synthetic":
         rows = _synthetic_rows(split, seed, count, difficulty)
-    elif Path(source).is_dir():
+    elif source and Path(source).is_dir():
         rows = _dataset_rows(source, None, split)
     elif Path(source).is_file() or source.endswith((".jsonl", ".json")):
         rows = _jsonl_rows(Path(source))
     elif match := HUB_ID.fullmatch("openai/gsm8k/main" if source == "gsm8k" else source):
         rows = _dataset_rows(match["repository"], match["config"], match["split"] or split)
     else:
-        raise InputError(f"data {source!r}: not synthetic, gsm8k, a JSONL file, a directory or a hub id (org/name:split)")
+        raise InputError(
+            f"data {source!r}: not synthetic, gsm8k, a JSONL file, a directory or a hub id (org/name:split)"
+        )
     found = list(islice(rows, count))
     if not found:
         raise InputError(f"data {source!r} has no rows")
@@ -102,11 +105,10 @@ def to_row(record: Mapping[str, Any], where: str) -> Row:
     if record.get("messages") is not None:
         messages = _checked_conversation(record["messages"], where)
     elif "question" in record or "answer" in record:
-        answer = _text(record, "answer", where)
-        messages = _pair(_text(record, "question", where), CALCULATOR_MARK.sub("", answer))
+        answer = CALCULATOR_MARK.sub("", _text(record, "answer", where))
+        messages = _pair(_text(record, "question", where), answer)
     elif "prompt" in record or "completion" in record:
-        answer = _text(record, "completion", where)
-        messages = _pair(_text(record, "prompt", where), answer)
+        messages = _pair(_text(record, "prompt", where), _text(record, "completion", where))
     else:
         keys = ", ".join(record) or "none"
         raise InputError(f"{where}: no answer in this row: it has the keys {keys}; expected {EXPECTED}")
@@ -114,10 +116,8 @@ def to_row(record: Mapping[str, Any], where: str) -> Row:
 
 
 def _synthetic_rows(split: str, seed: int, count: int | None, difficulty: Difficulty | None) -> Iterator[Row]:
-    if split not in SYNTHETIC_ROWS:
-        raise InputError(f"synthetic data has the splits train and test, not {split!r}")
-    total = SYNTHETIC_ROWS[split] if count is None else count
-    for index, problem in enumerate(make_problems(split, seed=seed, count=total, difficulty=difficulty)):
+    for index in range(SYNTHETIC_ROWS.get(split, 1) if count is None else count):
+        problem = make_problem(split, index, seed=seed, difficulty=difficulty)
         yield to_row({"question": problem.question, "answer": problem.answer}, f"synthetic {split} row {index}")
 
 
@@ -148,8 +148,8 @@ def _dataset_rows(path: str, config: str | None, split: str) -> Iterator[Row]:
         dataset: Iterable[Mapping[str, Any]] = datasets.load_dataset(path, config, split=split)
     except ConnectionError as error:
         raise InputError(
-            f"the hub cannot be reached for data {path!r}: check the network, or download the dataset elsewhere and give "
-            "its directory or a JSONL file"
+            f"the hub cannot be reached for data {path!r}: check the network, or download the dataset elsewhere and "
+            "give its directory or a JSONL file"
         ) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
@@ -176,14 +176,18 @@ def _checked_conversation(turns: Any, where: str) -> tuple[Message, ...]:
         raise InputError(f"{where}: 'messages' must be a list of objects with role and content")
     for number, turn in enumerate(turns, start=1):
         if turn.get("role") not in ROLES:
-            raise InputError(f"{where}: message {number} has the role {turn.get('role')!r}; expected {', '.join(ROLES)}")
+            raise InputError(
+                f"{where}: message {number} has the role {turn.get('role')!r}; expected {', '.join(ROLES)}"
+            )
         if not isinstance(turn.get("content"), str) or not turn["content"].strip():
             raise InputError(f"{where}: message {number} ({turn['role']}) has no text in 'content'")
     # Turns behind the last answer would be read but never answered.
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
     if last < 1:
         roles = ", ".join(turn["role"] for turn in turns) or "none"
-        raise InputError(f"{where}: no answer in this row: its messages have the roles {roles}; an assistant must reply")
+        raise InputError(
+            f"{where}: no answer in this row: its messages have the roles {roles}; an assistant must reply"
+        )
     if turns[0]["role"] == "assistant":
         raise InputError(f"{where}: a conversation must not start with the assistant")
     return tuple(Message(turn["role"], turn["content"]) for turn in turns[: last + 1])

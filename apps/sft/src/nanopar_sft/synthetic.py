@@ -1,4 +1,4 @@
-"""Grade-school word problems made on the spot, in GSM8K's format: the app's default data, which needs no network.
+r"""Grade-school word problems made on the spot, in GSM8K's format: the app's default data, which needs no network.
 
 A problem is a chain of one to three steps on one running number. An opening sentence gives the first number, every
 step adds one sentence and one operation, and a question closes the text:
@@ -8,7 +8,7 @@ step adds one sentence and one operation, and a question closes the text:
     step      "Eva has 2 times as many."     7 * 2 = 14         numbers, is the ``Difficulty``
     question  "How many cards does Eva have?"
 
-    answer    "3 + 4 = <<3+4=7>>7\\n7 * 2 = <<7*2=14>>14\\n#### 14"
+    answer    "3 + 4 = <<3+4=7>>7\n7 * 2 = <<7*2=14>>14\n#### 14"
 
 Row i of a split is a pure function of (seed, split, i). The two splits cannot share a problem: a hash of the bare
 arithmetic ("3+4*2", whatever the names and words around it) says to which split a problem belongs, and a drawn
@@ -19,11 +19,10 @@ import hashlib
 import random
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from nanopar_sft.errors import InputError
 
-Split = Literal["train", "test"]
+SPLITS = ("train", "test")
 
 NAMES = ("Ann", "Ben", "Eva", "Leo", "Max", "Mia", "Sam", "Tom")
 UNITS = ("apples", "books", "cards", "coins", "eggs", "pens")
@@ -76,20 +75,18 @@ class Problem:
     arithmetic: str
 
 
-def make_problems(
-    split: Split, *, seed: int, count: int, difficulty: Difficulty | None = None
-) -> list[Problem]:
+def make_problems(split: str, *, seed: int, count: int, difficulty: Difficulty | None = None) -> list[Problem]:
     """Rows 0 to ``count`` - 1 of a split."""
     return [make_problem(split, index, seed=seed, difficulty=difficulty) for index in range(count)]
 
 
-def make_problem(split: Split, index: int, *, seed: int, difficulty: Difficulty | None = None) -> Problem:
+def make_problem(split: str, index: int, *, seed: int, difficulty: Difficulty | None = None) -> Problem:
     """Row ``index`` of a split; depends on the arguments alone.
 
     Raises:
         InputError: the split is unknown, or the difficulty leaves it (almost) no problem to draw.
     """
-    if split not in get_args(Split):
+    if split not in SPLITS:
         raise InputError(f"synthetic data has the splits train and test, not {split!r}")
     difficulty = difficulty or Difficulty()
     rng = random.Random(f"{seed}/{split}/{index}")
@@ -102,7 +99,7 @@ def make_problem(split: Split, index: int, *, seed: int, difficulty: Difficulty 
     raise InputError(f"{difficulty} leaves no {steps}-step problem for the {split} split: widen operands or results")
 
 
-def split_of(arithmetic: str) -> Split:
+def split_of(arithmetic: str) -> str:
     """The only split that may hold problems with this arithmetic; a + b counts as b + a, a * b as b * a."""
     first, operator, second, rest = re.fullmatch(r"(\d+)([-+*])(\d+)(.*)", arithmetic).groups()  # type: ignore[union-attr]
     if operator in "+*":

@@ -1,8 +1,8 @@
-"""Tokenizers: the built-in one for the synthetic data, and any Hugging Face one by directory or hub id.
+r"""Tokenizers: the built-in one for the synthetic data, and any Hugging Face one by directory or hub id.
 
 The built-in vocabulary is the words of ``synthetic``, the ten digits and a few signs:
 
-    "Mia has 34 cards.\\n#### 34"  ->  Mia  has  3  4  cards  .  \\n  ####  3  4
+    "Mia has 34 cards.\n#### 34"  ->  Mia  has  3  4  cards  .  \n  ####  3  4
 
 Spaces cost no tokens. They are put back by rule when decoding: one between two tokens, none between digits, before
 ".", "?" and ",", or beside a line break. Every synthetic problem comes back exactly; other text comes back up to its
@@ -10,7 +10,6 @@ spacing, with ``<unk>`` for unknown words. It is an ordinary ``tokenizer.json``,
 of nanopar to be used.
 """
 
-import re
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -24,7 +23,9 @@ MARKS = (".", "?", ",", "+", "-", "*", "/", "=", "####", "\n")
 
 # As Phi-3 and Phi-MoE write a conversation; a role token swallows the line break behind it.
 PHI_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 PHI_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
