@@ -1,1 +1,17 @@
-"""Data parallelism (DDP) and ZeRO-1/2/3 for any PyTorch module."""
+"""Data parallelism and ZeRO for any PyTorch module, on any ``torch.distributed`` group.
+
+Example:
+    >>> import torch, nanopar_core as core, nanopar_zero as zero
+    >>> with core.launch() as world:  # under torchrun, or as one process
+    ...     model, mesh = torch.nn.Linear(4, 2), core.Mesh(dp=world.size)
+    ...     optimizer = zero.shard(model, lambda groups: torch.optim.AdamW(groups, lr=1e-3), axis=mesh.dp, stage=0)
+    ...     model(torch.ones(3, 4)).sum().backward()
+    ...     norm = optimizer.clip_grad_norm_(1.0)
+    ...     optimizer.step()
+"""
+
+from nanopar_zero.api import full_state_dict, shard
+from nanopar_zero.optimizer import ZeroOptimizer
+from nanopar_zero.precision import PrecisionPolicy
+
+__all__ = ["PrecisionPolicy", "ZeroOptimizer", "full_state_dict", "shard"]

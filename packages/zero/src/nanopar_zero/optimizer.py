@@ -1,0 +1,103 @@
+"""``ZeroOptimizer``: what ``shard`` returns. A ``torch.optim.Optimizer`` around the user's own, working on flat shards.
+
+step():  gradients reduced? --> user's optimizer on the masters, one flat tensor per bucket and group --> parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from nanopar_core import global_norm
+from torch import Tensor, nn
+
+from nanopar_zero.reducer import Reducer
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Data-parallel training of one model; made by ``nanopar_zero.shard``, used like any ``torch.optim.Optimizer``.
+
+    ``param_groups`` and ``state`` are those of the optimizer that ``make_optimizer`` built, so learning-rate schedulers
+    and changes of ``group["lr"]`` act on it. Every rank calls ``step``, ``clip_grad_norm_`` and ``zero_grad`` alike.
+    """
+
+    def __init__(
+        self, reducer: Reducer, inner: torch.optim.Optimizer, shards: list[tuple[nn.Parameter, Tensor]]
+    ) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.reducer = reducer
+        self.inner = inner
+        self._shards = shards
+        self._share_state()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights on every rank; gradients that are still local (``no_sync``) are reduced first.
+
+        Args:
+            closure: optional; recomputes the loss under ``torch.enable_grad`` and is called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.reducer.reduce_now()
+        with torch.no_grad():
+            self._adopt_edits()
+            for shard, gradient in self._shards:
+                shard.grad = gradient if gradient.dtype == shard.dtype else gradient.to(shard.dtype)
+            self.inner.step()
+            for bucket in self.reducer.buckets:
+                bucket.publish()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature; the result is the same
+        """Start anew: gradients are None until the next backward pass, which also forgets a pass that failed."""
+        self.reducer.abandon()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients by one factor so that their global norm is at most ``max_norm``.
+
+        Returns:
+            the global norm before clipping, a 0-dim tensor equal on all ranks; no host sync.
+        """
+        self.reducer.reduce_now()
+        buckets = self.reducer.buckets
+        norm = global_norm((bucket.gradients, bucket.reduction.shard_axes) for bucket in buckets)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for bucket in buckets:
+            bucket.gradients.mul_(factor.to(bucket.gradients.dtype))
+        return norm
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context for all but the last micro-batch of a step: gradients add up on this rank, nothing is sent."""
+        return self.reducer.no_sync()
+
+    def reload_from_model(self) -> None:
+        """Take the model's present weights into the masters.
+
+        ``step`` does so by itself for weights written in place by torch functions (``load_state_dict``, ``copy_``);
+        call this after writing through ``parameter.data``, which torch does not count.
+        """
+        self._adopt_edits(everything=True)
+
+    def close(self) -> None:
+        """Remove all hooks; the model stays usable and keeps its present weights."""
+        self.reducer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, by flat shard: for resuming in the same layout. ``nanopar_zero.save`` moves."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, in the same layout."""
+        self.inner.load_state_dict(state_dict)
+        self._share_state()
+
+    def _share_state(self) -> None:
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def _adopt_edits(self, everything: bool = False) -> None:
+        for bucket in self.reducer.buckets:
+            bucket.adopt_edits(everything)
