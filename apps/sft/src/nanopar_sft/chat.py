@@ -5,9 +5,9 @@ r"""Conversations as token ids and labels.
 
 The tokenizer's own chat template writes the conversation. It is tokenised in one piece, as the model will see it, and
 labels are laid by character positions: an assistant's turn counts from where the template's generation prompt ends
-(there a model starts to write) through its content and the one stop token behind it. Whatever a template writes
-elsewhere (a default system turn, line breaks, an end-of-text token) is read but not learned, and what stands behind
-the last label is left off.
+(there a model starts to write) through the first stop token behind its content. Whatever a template writes elsewhere (a
+default system turn, line breaks, an end-of-text token) is read but not learned, and what stands behind the last label
+is left off.
 
 A row longer than ``seq_len`` is left out as a whole and counted: cut rows would teach answers without an end.
 """
@@ -134,9 +134,10 @@ class Chat:
             if found < 0:
                 raise InputError(f"{row.where}: the chat template does not write this row's answer as it stands")
             end = found + len(content)
-            learned |= (starts >= start) & (starts < end)
             stops = np.flatnonzero((starts >= end) & (ids == self.end_of_turn))
-            learned[stops[:1]] = True
+            if len(stops) and (not self._ending or turn == len(row.messages) - 1):
+                end = int(starts[stops[0]]) + 1
+            learned |= (starts >= start) & (starts < end)
         length = int(np.flatnonzero(learned)[-1]) + 1
         return Example(ids[:length], np.where(learned, ids, IGNORED)[:length].astype(np.int32))
 
