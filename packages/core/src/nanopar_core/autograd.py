@@ -17,6 +17,9 @@ where it comes from *same* tensors, or the sum of the ranks' shares.
 
 The pairs are f, g and their sequence-parallel forms of "Megatron-LM" (Shoeybi et al. 2019, section 3) and "Reducing
 Activation Recomputation" (Korthikanti et al. 2022, section 4.2). Shapes: ``dim`` is the divided dim; any length.
+
+Every backward is the forward of the pair with the two names exchanged, so that second derivatives are right too. A
+backward that communicates must run on all ranks: all of them use the output in their loss, or none does.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ def all_to_all_fwd_all_to_all_bwd(
     """Forward: part i of dim 0 goes to rank i. Backward: every row's gradient goes back to where the row came from."""
     if send_sizes is None:
         send_sizes = split_sizes(x.shape[0], axis.size)
-        receive_sizes = [send_sizes[axis.rank]] * axis.size
+        receive_sizes = receive_sizes or [send_sizes[axis.rank]] * axis.size
     elif receive_sizes is None and axis.communicates:
         counts = torch.tensor(send_sizes, dtype=torch.int64, device=x.device)
         ones = [1] * axis.size
@@ -102,7 +105,10 @@ def all_to_all_fwd_all_to_all_bwd(
 
 def _sizes_of(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> list[int]:
     """How ``x``, whole along ``dim``, is divided."""
-    return list(sizes) if sizes is not None else list(split_sizes(x.shape[dim], axis.size))
+    sizes = list(sizes) if sizes is not None else list(split_sizes(x.shape[dim], axis.size))
+    if len(sizes) != axis.size or sum(sizes) != x.shape[dim]:
+        raise ValueError(f"sizes {sizes} must divide {x.shape[dim]} among {axis.size} ranks ({axis.name})")
+    return sizes
 
 
 def _lengths(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> list[int]:
@@ -134,18 +140,19 @@ class _IdentityAllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduce(grad, ctx.axis, label=ctx.label), None, None
+        return all_reduce_fwd_identity_bwd(grad, ctx.axis, label=ctx.label), None, None
 
 
 class _AllReduceIdentity(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, label: str) -> Tensor:
+        ctx.axis, ctx.label = axis, label
         total = all_reduce(x, axis, label=label)
         return total.view_as(total)
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return identity_fwd_all_reduce_bwd(grad, ctx.axis, label=ctx.label), None, None
 
 
 class _AllReduceAllReduce(torch.autograd.Function):
@@ -157,7 +164,7 @@ class _AllReduceAllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduce(grad, ctx.axis, label=ctx.label), None, None
+        return all_reduce_fwd_all_reduce_bwd(grad, ctx.axis, label=ctx.label), None, None
 
 
 class _SplitAllGather(torch.autograd.Function):
@@ -169,19 +176,21 @@ class _SplitAllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, ctx.axis, ctx.dim, ctx.sizes, ctx.label), None, None, None, None
+        back = all_gather_fwd_split_bwd(grad, ctx.axis, ctx.dim, sizes=ctx.sizes, label=ctx.label)
+        return back, None, None, None, None
 
 
 class _AllGatherSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, label: str) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis, ctx.dim, ctx.label = axis, dim, label
         ctx.sizes = _lengths(x, axis, dim, sizes)
         return _gather(x, axis, dim, ctx.sizes, label)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _part(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None, None
+        back = split_fwd_all_gather_bwd(grad, ctx.axis, ctx.dim, sizes=ctx.sizes, label=ctx.label)
+        return back, None, None, None, None
 
 
 class _AllGatherReduceScatter(torch.autograd.Function):
@@ -193,7 +202,8 @@ class _AllGatherReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _scatter_sum(grad, ctx.axis, ctx.dim, ctx.sizes, ctx.label), None, None, None, None
+        back = reduce_scatter_fwd_all_gather_bwd(grad, ctx.axis, ctx.dim, sizes=ctx.sizes, label=ctx.label)
+        return back, None, None, None, None
 
 
 class _ReduceScatterAllGather(torch.autograd.Function):
@@ -205,7 +215,8 @@ class _ReduceScatterAllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, ctx.axis, ctx.dim, ctx.sizes, ctx.label), None, None, None, None
+        back = all_gather_fwd_reduce_scatter_bwd(grad, ctx.axis, ctx.dim, sizes=ctx.sizes, label=ctx.label)
+        return back, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -217,5 +228,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        back = all_to_all(grad, ctx.axis, send_sizes=ctx.receive, receive_sizes=ctx.send, label=ctx.label)
+        back = all_to_all_fwd_all_to_all_bwd(
+            grad, ctx.axis, send_sizes=ctx.receive, receive_sizes=ctx.send, label=ctx.label
+        )
         return back, None, None, None, None

@@ -3,7 +3,8 @@
 Every function works along dim 0, takes any length (not only multiples of the axis size), gives back its input on an
 axis of one rank, and blocks unless ``async_op=True``, which returns a ``Pending`` whose ``wait()`` gives the result.
 ``out=`` saves an allocation, and a copy where it may share storage with the input. ``label`` names the call in the
-ledger. All ranks of the axis make the same calls in the same order.
+ledger. All ranks of the axis make the same calls, waits included, in the same order. No gradient flows through these
+functions: autograd.py has those that carry one.
 
 What one rank of N sends for a tensor of P bytes (P is the whole: input of reduce_scatter, output of all_gather):
 
@@ -49,6 +50,7 @@ class Pending(Generic[T]):
     buffers: list[Tensor] = field(default_factory=list)
     finish: Callable[[], None] | None = None
 
+    @torch.no_grad()
     def wait(self) -> T:
         """Wait (on CUDA the current stream waits, not the host) and return the result. May be called again."""
         for work in self.works:
@@ -73,6 +75,7 @@ def all_reduce(
     label: str = "",
     async_op: Literal[True],
 ) -> Pending[Tensor]: ...
+@torch.no_grad()
 def all_reduce(
     tensor: Tensor,
     axis: Axis,
@@ -86,6 +89,7 @@ def all_reduce(
 
     ``out=tensor`` works in place.
     """
+    _check_op(op)
     if not axis.communicates:
         return _answer(Pending(_into(out, tensor)), async_op)
     record("all_reduce", axis.name, 2 * _bytes(tensor) * (axis.size - 1) // axis.size, tensor.dtype, label)
@@ -126,6 +130,7 @@ def reduce_scatter(
     label: str = "",
     async_op: Literal[True],
 ) -> Pending[Tensor]: ...
+@torch.no_grad()
 def reduce_scatter(
     tensor: Tensor,
     axis: Axis,
@@ -143,6 +148,7 @@ def reduce_scatter(
         sizes: rows of each rank's part, summing to n; as even as possible, longer parts first, where not given.
         out: ``[sizes[rank], ...]``; this rank's own part of ``tensor`` makes it work in place.
     """
+    _check_op(op)
     sizes = _checked(sizes if sizes is not None else split_sizes(_length(tensor), axis.size), tensor, axis, "sizes")
     if not axis.communicates:
         return _answer(Pending(_into(out, tensor)), async_op)
@@ -173,6 +179,7 @@ def all_gather(
     label: str = "",
     async_op: Literal[True],
 ) -> Pending[Tensor]: ...
+@torch.no_grad()
 def all_gather(
     part: Tensor,
     axis: Axis,
@@ -230,6 +237,7 @@ def all_to_all(
     label: str = "",
     async_op: Literal[True],
 ) -> Pending[Tensor]: ...
+@torch.no_grad()
 def all_to_all(
     tensor: Tensor,
     axis: Axis,
@@ -258,6 +266,11 @@ def all_to_all(
     send_sizes = _checked(send_sizes, tensor, axis, "send_sizes")
     if receive_sizes is None:
         receive_sizes = _transpose_sizes(send_sizes, axis, tensor)
+    if len(receive_sizes) != axis.size or min(receive_sizes) < 0 or receive_sizes[axis.rank] != send_sizes[axis.rank]:
+        raise ValueError(
+            f"receive_sizes {list(receive_sizes)} must be {axis.size} lengths ({axis.name}), of which this rank's own, "
+            f"the one at {axis.rank}, is that of send_sizes {send_sizes}"
+        )
     tensor = tensor.contiguous()
     own = tensor.split(send_sizes)[axis.rank]
     record("all_to_all", axis.name, _bytes(tensor) - _bytes(own), tensor.dtype, label)
@@ -272,12 +285,15 @@ def broadcast(tensor: Tensor, axis: Axis, *, src: int = 0, label: str = "") -> T
 def broadcast(
     tensor: Tensor, axis: Axis, *, src: int = 0, label: str = "", async_op: Literal[True]
 ) -> Pending[Tensor]: ...
+@torch.no_grad()
 def broadcast(
     tensor: Tensor, axis: Axis, *, src: int = 0, label: str = "", async_op: bool = False
 ) -> Tensor | Pending[Tensor]:
     """Overwrite ``tensor``, contiguous and of one shape everywhere, with that of rank ``src`` of the axis, in place."""
     if not 0 <= src < axis.size:
         raise ValueError(f"broadcast from rank {src} of {axis.name}, which has {axis.size} ranks")
+    if not tensor.is_contiguous():
+        raise ValueError("broadcast: the tensor must be contiguous")
     if not axis.communicates:
         return _answer(Pending(tensor), async_op)
     sent = _bytes(tensor) * (axis.size - 1) if axis.rank == src else 0
@@ -302,6 +318,7 @@ def send_recv(
 def send_recv(
     sends: Sequence[Message], receives: Sequence[Message], axis: Axis, *, label: str = "", async_op: Literal[True]
 ) -> Pending[list[Tensor]]: ...
+@torch.no_grad()
 def send_recv(
     sends: Sequence[Message], receives: Sequence[Message], axis: Axis, *, label: str = "", async_op: bool = False
 ) -> list[Tensor] | Pending[list[Tensor]]:
@@ -315,6 +332,8 @@ def send_recv(
             raise ValueError(f"send_recv: rank {axis.rank} of {axis.name} (size {axis.size}) cannot reach {peer}")
         if not tensor.is_contiguous():
             raise ValueError("send_recv: tensors must be contiguous")
+    if not axis.communicates:
+        return _answer(Pending([]), async_op)
     dtype = next((tensor.dtype for tensor, _ in [*sends, *receives]), torch.uint8)
     record("send_recv", axis.name, sum(_bytes(tensor) for tensor, _ in sends), dtype, label)
     buffers = [buffer for buffer, _ in receives]
@@ -424,6 +443,11 @@ def _checked(sizes: Sequence[int], tensor: Tensor, axis: Axis, name: str) -> lis
     return list(sizes)
 
 
+def _check_op(op: str) -> None:
+    if op not in _TORCH_OPS:
+        raise ValueError(f"op must be one of {', '.join(_TORCH_OPS)}, not {op!r}")
+
+
 def _sums_badly(tensor: Tensor, op: ReduceOp) -> bool:
     """Whether gloo would add up 16-bit floats and round each sum; NCCL is left to its own ways."""
     return op == "sum" and tensor.dtype in (torch.bfloat16, torch.float16) and tensor.device.type == "cpu"
@@ -438,7 +462,7 @@ def _buffer(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _into(out: Tensor | None, tensor: Tensor) -> Tensor:
-    if out is None or out is tensor:
+    if out is None:
         return tensor
     _buffer(out, tensor.shape, tensor)
-    return out.copy_(tensor)
+    return out if out is tensor else out.copy_(tensor)

@@ -21,7 +21,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 GRACE_S = 3.0  # how long a rank may take to end by itself after a failure elsewhere or its own
 POLL_S = 0.5
@@ -71,11 +72,9 @@ def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None
         torch.cuda.set_device(world.device)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    alarm = _Alarm(world) if world.size > 1 else None
+    store = _own_store(world, timeout)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    alarm = _Alarm(world, store) if world.size > 1 else None
     try:
         yield world
     except SystemExit as error:
@@ -94,6 +93,16 @@ def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None
         dist.destroy_process_group()
         if alarm is not None:
             alarm.disarm()
+
+
+def _own_store(world: World, timeout: timedelta) -> Store:
+    """The job's key-value store, under a prefix of its own for every launch: a second one must not find old keys."""
+    if "RANK" not in os.environ:
+        return HashStore()
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    launches = store.add(f"nanopar/{attempt}/launches of rank {world.rank}", 1)
+    return PrefixStore(f"nanopar/{attempt}/{launches}", store)
 
 
 def _world_from_environment(device: str | None) -> World:
@@ -132,10 +141,10 @@ class _Alarm:
     the process when another rank failed, or this one did, and the main thread did not end within ``GRACE_S``.
     """
 
-    def __init__(self, world: World) -> None:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
-        self._key = f"nanopar/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    def __init__(self, world: World, store: Store) -> None:
+        self._store = store.clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=10))
+        self._key = "failure"
         self._rank = world.rank
         self._own = ""
         self._finished = threading.Event()

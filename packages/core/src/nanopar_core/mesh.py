@@ -55,11 +55,18 @@ class Axis:
     def split(self, parts: int) -> tuple[Axis, Axis]:
         """Split into (outer, inner): across ``parts`` blocks of neighbours, and within a block.
 
-        Every rank of the mesh calls this, since groups are made. An axis ``tp`` over ranks (0,1,2,3) split in 2 gives
+        Every rank of the world calls this, since groups are made; an axis that covers only some of the world's ranks
+        (from ``subset``, or from a user's group) cannot be split. An axis ``tp`` over ranks (0,1,2,3) split in 2 gives
         ``tp_outer`` over (0,2) (1,3) and ``tp_inner`` over (0,1) (2,3).
         """
         if parts < 1 or self.size % parts:
             raise ValueError(f"axis {self.name} of size {self.size} cannot be split into {parts} equal parts")
+        known, world = sum(map(len, self.siblings)), dist.get_world_size() if dist.is_initialized() else 1
+        if known != world:
+            raise ValueError(
+                f"axis {self.name} covers {known} of {world} ranks: all ranks make the groups of a split together, so "
+                "split an axis of a Mesh instead"
+            )
         width = self.size // parts
         outer = tuple(ranks[i::width] for ranks in self.siblings for i in range(width))
         inner = tuple(ranks[i * width : (i + 1) * width] for ranks in self.siblings for i in range(parts))
