@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,11 @@ def save(
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first:
         shutil.rmtree(unfinished, ignore_errors=True)
-    _agree("prepare", path)
+    _agree("", path)  # nobody writes before the leftovers are gone
     writer = HuggingFaceStorageWriter(str(unfinished), _file_numbers(tensors), save_distributed=True)
     try:
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+        with _single_process_allowed():
+            dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
     except Exception as error:
         raise RuntimeError(f"checkpoint {path} was not written: {error}") from error
     problem = ""
@@ -63,7 +66,7 @@ def save(
             _publish(unfinished, path)
         except OSError as error:
             problem = str(error)
-    _agree(problem, path, failed=bool(problem))
+    _agree(problem, path)
 
 
 def load(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
@@ -79,7 +82,9 @@ def load(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         if found[name].shape != tensor.shape:
             saved, wanted = list(found[name].shape), list(tensor.shape)
             raise ValueError(f"checkpoint {path}: {name} has shape {saved}, the model needs {wanted}")
-    dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
+    reader = HuggingFaceStorageReader(str(path))
+    with _single_process_allowed():
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def describe(path: str | Path) -> dict[str, Tensor]:
@@ -134,13 +139,17 @@ def _publish(unfinished: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _agree(problem: str, path: Path, failed: bool = False) -> None:
-    """Wait for all ranks; raise on every rank what rank 0 met."""
-    if not dist.is_initialized():
-        outcome = problem if failed else ""
-    else:
-        told = [problem if failed else ""]
+@contextmanager
+def _single_process_allowed() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _agree(problem: str, path: Path) -> None:
+    """Wait for all ranks; raise on every rank the problem that rank 0 met, if any."""
+    told = [problem]
+    if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
-        outcome = told[0]
-    if outcome:
-        raise RuntimeError(f"checkpoint {path} was not written: {outcome}")
+    if told[0]:
+        raise RuntimeError(f"checkpoint {path} was not written: {told[0]}")
