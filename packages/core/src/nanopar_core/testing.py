@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ def run(world_size: int, fn: Callable[..., R], *args: Any, timeout_s: float = 12
 
     Raises:
         TimeoutError: some ranks did not finish in ``timeout_s`` seconds; the stacks of these are on stderr.
-        RuntimeError: a rank died without an exception.
+        RuntimeError: a rank died or exited without an exception.
         Exception: whatever the first rank that failed raised, with its rank and traceback as a note.
     """
     if world_size < 1:
@@ -72,6 +73,7 @@ class _Answer:
     error: BaseException | None = None
     trace: str = ""
     peer_failed: bool = False
+    died: bool = False
 
 
 @dataclass
@@ -85,10 +87,10 @@ class _Rank:
         """Take this rank's answer, or the fact that it died without one."""
         try:
             self.answer = pickle.loads(self.pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # OSError: it died in the middle of a message
             self.process.join()
             text = f"rank {self.rank} died with exit code {self.process.exitcode}"
-            self.answer = _Answer(error=RuntimeError(text), trace=text)
+            self.answer = _Answer(error=RuntimeError(text), trace=text, died=True)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, timeout_s: float) -> None:
@@ -98,10 +100,11 @@ def _collect(ranks: Sequence[_Rank], deadline: float, timeout_s: float) -> None:
         ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for rank in waiting:
-            if rank.pipe not in ready:
-                continue
+        answered = [rank for rank in waiting if rank.pipe in ready]
+        for rank in answered:
             rank.read()
+        # of several at once the dead come first: their peers' broken connections are the echo
+        for rank in sorted(answered, key=lambda rank: rank.answer is None or not rank.answer.died):
             assert rank.answer is not None
             failed = bool(rank.answer.trace)
             if failed and (
@@ -131,6 +134,7 @@ def _serve(pipe: Connection, call: bytes, place: tuple[int, int, int, float]) ->
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)
+    _end_with_parent()
     faulthandler.dump_traceback_later(max(0.1, timeout_s - 0.5))
     try:
         with launch(device="cpu", timeout_s=timeout_s):
@@ -145,8 +149,22 @@ def _serve(pipe: Connection, call: bytes, place: tuple[int, int, int, float]) ->
     pipe.send_bytes(message)
 
 
+def _end_with_parent() -> None:
+    """Let this rank end when the process that called ``run`` is killed, since nobody else would end it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="nanopar-parent", daemon=True).start()
+
+
 def _failure(error: BaseException) -> bytes:
     trace = traceback.format_exc()
+    if not isinstance(error, Exception):  # a rank's exit must not end the caller
+        error = RuntimeError(f"{type(error).__name__}: {error}")
     try:
         message = pickle.dumps(_Answer(error=error, trace=trace))
         pickle.loads(message)  # some exceptions can be written but not read back
