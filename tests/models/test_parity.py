@@ -153,7 +153,7 @@ def test_longrope_float64(make_pair):
 
 
 def test_longrope_as_the_original_does_it(make_pair):
-    """Beyond the original length the original code uses long_factor: the reference made to do so, against our switch."""
+    """Beyond the original length the original code uses long_factor: our switch against a reference made to do so."""
     pair = make_pair(rope_scaling=LONGROPE, original_max_position_embeddings=48)
     changed = models.PhiMoE(dataclasses.replace(pair.ours.config, original_longrope=True))
     changed.load_state_dict(pair.ours.state_dict())

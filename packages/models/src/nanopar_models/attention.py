@@ -29,6 +29,7 @@ class AttentionCore(nn.Module):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Softmax(q k^T / sqrt(C)) v over the keys each query sees."""
         causal = mask is None and q.shape[2] > 1
         if not torch.compiler.is_compiling() and not q.is_meta:
             k, v = self._fit_heads(q, k, v, mask, causal)
@@ -39,12 +40,12 @@ class AttentionCore(nn.Module):
     @staticmethod
     def _fit_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
         """Repeat the key/value heads where only that lets a fast kernel serve; warn where none does."""
-        if sdpa_backend(q, k, v, mask, causal=causal) is not SDPBackend.MATH:
+        if sdpa_backend(q, k, v, mask, causal) is not SDPBackend.MATH:
             return k, v
         if q.shape[1] != k.shape[1]:
-            repeated = tuple(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            if sdpa_backend(q, *repeated, mask, causal=causal) is not SDPBackend.MATH:
-                return repeated
+            wide_k, wide_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            if sdpa_backend(q, wide_k, wide_v, mask, causal) is not SDPBackend.MATH:
+                return wide_k, wide_v
         warnings.warn(
             f"no fast attention kernel serves {q.dtype} on {q.device.type} with head_dim {q.shape[3]}"
             f"{' and a mask' if mask is not None else ''}: torch's slow path, which holds all scores, is used",
@@ -53,7 +54,7 @@ class AttentionCore(nn.Module):
         return k, v
 
 
-def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
+def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:
     """The kernel family that torch picks for this call of scaled dot product attention."""
     # The dispatcher's own choice; torch has no public name for it (tests/models/test_attention.py watches it).
     choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1])
@@ -75,6 +76,7 @@ class Attention(nn.Module):
         self.core: nn.Module = AttentionCore()
 
     def forward(self, x_BSD: Tensor, layout: TokenLayout, cache: KVCache | None = None) -> Tensor:
+        """Attention of ``x_BSD`` over itself and the cached tokens, ``[B, S, D]``."""
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_dim)
         q = rotate(self.q_proj(x_BSD).view(heads), layout.rotary).transpose(1, 2)

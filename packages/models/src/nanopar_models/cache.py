@@ -19,7 +19,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ``k`` and ``v`` (``[B, G, S, C]``) of one layer; views of everything so far, ``[B, G, length + S, C]``."""
+        """Append one layer's ``k`` and ``v`` (``[B, G, S, C]``); views of all so far, ``[B, G, length + S, C]``."""
         end = self.length + k.shape[2]
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens per row, {end} are needed")

@@ -35,8 +35,8 @@ class PhiMoEConfig:
 
     Fields carry the hub's names, misnomers included: ``rms_norm_eps`` is the epsilon of a LayerNorm, and
     ``intermediate_size`` the width of one expert. ``head_dim`` is independent of ``hidden_size / num_attention_heads``.
-    ``sliding_window`` counts the keys that a query sees, itself included; None means all. ``router_jitter_noise`` is the
-    relative gap within which experts share a token (see `nanopar_models.router`).
+    ``sliding_window`` counts the keys that a query sees, itself included; None means all. ``router_jitter_noise`` is
+    half the relative gap within which experts share a token (see `nanopar_models.router`).
 
     Two fields are ours and not the hub's:
 

@@ -5,12 +5,15 @@
 Shapes: T tokens, k = 2 experts per token, D hidden size, I width of one expert, E experts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from nanopar_models.config import PhiMoEConfig
-from nanopar_models.grouped import gather_rows, grouped_linear, sort_by_expert, sum_rows
+from nanopar_models.grouped import gather_pairs, gather_rows, grouped_linear, sort_by_expert, sum_rows
 
 
 class Experts(nn.Module):
@@ -27,13 +30,42 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Per token the weighted sum of its experts' outputs."""
         kind, dtype = hidden_states.device.type, hidden_states.dtype
         # grouped_mm knows nothing of autocast, so the cast that a linear layer would get is made here.
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.gate_up_proj.dtype
         order = sort_by_expert(top_k_index, self.gate_up_proj.shape[0])
         rows = gather_rows(hidden_states.to(compute), order)
-        gate, up = grouped_linear(rows, self.gate_up_proj.to(compute), order.ends_E).chunk(2, -1)
-        # Weighting here rather than after the down projection is the same sum over D/I times fewer numbers.
-        weight = top_k_weights.reshape(-1)[order.order].to(compute)
-        act = F.silu(gate) * up * weight[:, None]
-        return sum_rows(grouped_linear(act, self.down_proj.to(compute), order.ends_E), order).to(dtype)
+        gate_up = grouped_linear(rows, self.gate_up_proj.to(compute), order.ends)
+        weight = gather_pairs(top_k_weights.to(compute), order)
+        act = _GatedActivation.apply(gate_up, weight)  # type: ignore[no-untyped-call]
+        return sum_rows(grouped_linear(act, self.down_proj.to(compute), order.ends), order).to(dtype)
+
+
+class _GatedActivation(torch.autograd.Function):
+    """silu(gate) * up * weight for ``[gate | up]`` ``[N, 2I]`` and ``weight`` ``[N, 1]`` -> ``[N, I]``.
+
+    The routing weight comes in here rather than after the down projection: the same sum, over D/I times fewer numbers.
+    Only the inputs are kept for the backward pass; autograd would keep two more tensors of the output's size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        """a = silu(gate) * up * weight."""
+        ctx.save_for_backward(gate_up, weight)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """dgrad of gate: g w up silu'(gate); of up: g w silu(gate); of weight: sum over I of g silu(gate) up."""
+        gate_up, weight = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
+        silu, weighted = F.silu(gate), grad * weight
+        torch.mul(weighted, silu, out=grad_up)
+        grad_weight = silu.mul_(up).mul_(grad).sum(-1, keepdim=True)
+        torch.ops.aten.silu_backward.grad_input(weighted.mul_(up), gate, grad_input=grad_gate)
+        return grad_gate_up, grad_weight

@@ -36,9 +36,9 @@ def generate(
 
     ``attention_mask`` ``[B, S]`` is 0 on the padding, which must be on the left. A row ends with the first of
     ``stop_ids`` that it produces, and is filled with ``pad_id`` from there; generation ends when all rows have.
-    ``temperature`` 0 takes the likeliest token; otherwise tokens are sampled (from the ``top_k`` likeliest, then from the
-    likeliest whose probabilities reach ``top_p``), with ``generator`` if given. ``on_token`` receives each step's tokens
-    ``[B]``. The model is put in evaluation mode meanwhile.
+    ``temperature`` 0 takes the likeliest token; otherwise tokens are sampled (from the ``top_k`` likeliest, then from
+    the likeliest whose probabilities reach ``top_p``), with ``generator`` if given. ``on_token`` receives each step's
+    tokens ``[B]``. The model is put in evaluation mode meanwhile.
     """
     batch, length = input_ids.shape
     _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p)

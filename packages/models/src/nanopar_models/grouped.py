@@ -5,52 +5,56 @@
     expert   0  0  0 | 1 | 2  2        ends = [3, 4, 6]: where each expert's rows end
     row      2  5  7 | 0 | 1  4        which token each row came from
 
-The multiply is torch's ``grouped_mm`` where that kernel serves the operands, else a loop over the experts. Both moves are
-written as autograd functions because each is the other's gradient: no scatter-add with atomics, so results are the same
-in every run, and it is faster.
+The multiply is torch's ``grouped_mm`` where that kernel serves the operands, else a loop over the experts. Both moves
+are written as autograd functions because each is the other's gradient: no scatter-add with atomics, so results are the
+same in every run, and it is faster.
 
 Shapes: T tokens, k experts per token, E experts, D and O the multiply's input and output sizes.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
 class ExpertOrder(NamedTuple):
     """How T x k (token, expert) pairs are sorted by expert; all index tensors.
 
-    ``order``: sorted place -> pair, ``[T*k]``; ``tokens``: sorted place -> token, ``[T*k]``; ``places_Tk``: pair ->
-    sorted place; ``ends_E``: int32, the sorted place where each expert's rows end.
+    ``pairs``: sorted place -> pair, ``[T*k]``; ``tokens``: sorted place -> token, ``[T*k]``; ``places``: pair -> sorted
+    place, ``[T, k]``; ``ends``: int32, the sorted place where each expert's rows end, ``[E]``.
     """
 
-    order: Tensor
+    pairs: Tensor
     tokens: Tensor
-    places_Tk: Tensor
-    ends_E: Tensor
+    places: Tensor
+    ends: Tensor
 
 
 def sort_by_expert(indices_Tk: Tensor, num_experts: int) -> ExpertOrder:
     """The stable order of the pairs by expert; no host sync, and the same on every run."""
-    sorted_experts, order = torch.sort(indices_Tk.reshape(-1), stable=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel(), device=order.device)
-    experts = torch.arange(num_experts, device=order.device)
-    ends_E = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
-    return ExpertOrder(order, order // indices_Tk.shape[1], places.view_as(indices_Tk), ends_E)
+    sorted_experts, pairs = torch.sort(indices_Tk.reshape(-1), stable=True)
+    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.numel(), device=pairs.device))
+    experts = torch.arange(num_experts, device=pairs.device)
+    ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)
+    return ExpertOrder(pairs, pairs // indices_Tk.shape[1], places.view(indices_Tk.shape), ends)
 
 
 def gather_rows(x_TD: Tensor, order: ExpertOrder) -> Tensor:
     """The tokens' rows in expert order, ``[T*k, D]``."""
-    return cast(Tensor, _GatherRows.apply(x_TD, order.tokens, order.places_Tk))
+    return _GatherRows.apply(x_TD, order.tokens, order.places)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_pairs(weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
+    """The pairs' values in expert order, ``[T*k, 1]``."""
+    return _GatherRows.apply(weights_Tk.reshape(-1, 1), order.pairs, order.places.view(-1, 1))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_rows(rows: Tensor, order: ExpertOrder) -> Tensor:
     """Per token the sum of its k rows, ``[T, D]``, from rows in expert order."""
-    return cast(Tensor, _SumRows.apply(rows, order.tokens, order.places_Tk))
+    return _SumRows.apply(rows, order.tokens, order.places)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _sum_places(rows: Tensor, places_Tk: Tensor) -> Tensor:
@@ -62,14 +66,16 @@ class _GatherRows(torch.autograd.Function):
     """Forward: x[tokens]. dgrad: sum of each token's k rows."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, tokens: Tensor, places_Tk: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, tokens: Tensor, places_Tk: Tensor) -> Tensor:
+        """x[tokens]."""
         ctx.save_for_backward(places_Tk)
         return x_TD.index_select(0, tokens)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places_Tk,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Sum of each token's k rows."""
+        (places_Tk,) = ctx.saved_tensors
         return _sum_places(grad, places_Tk), None, None
 
 
@@ -77,14 +83,16 @@ class _SumRows(torch.autograd.Function):
     """Forward: sum of each token's k rows. dgrad: grad[tokens]."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, tokens: Tensor, places_Tk: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places_Tk: Tensor) -> Tensor:
+        """Sum of each token's k rows."""
         ctx.save_for_backward(tokens)
         return _sum_places(rows, places_Tk)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_TD: Tensor) -> tuple[Tensor, None, None]:
-        (tokens,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        """grad[tokens]."""
+        (tokens,) = ctx.saved_tensors
         return grad_TD.index_select(0, tokens), None, None
 
 
@@ -102,7 +110,7 @@ def grouped_mm_serves(rows: Tensor, weight_EOD: Tensor) -> bool:
     """Whether torch's ``grouped_mm`` takes these operands, both ways (torch 2.13).
 
     It wants strides in multiples of 16 bytes, output's included, since that is the contiguous dim in backward. CUDA
-    promises bf16 on compute capability 8.0 and later only; fake tensors (meta device, ``torch.compile``) take bf16 only.
+    promises bf16 on compute capability 8.0 and later only; fake tensors (meta, ``torch.compile``) take bf16 only.
     """
     dtype = weight_EOD.dtype
     if dtype is torch.bfloat16:
@@ -126,7 +134,7 @@ def grouped_linear_loop(rows: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Ten
 
 
 @grouped_linear_loop.register_fake
-def _(rows: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+def _(rows: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:  # noqa: ARG001
     return rows.new_empty(rows.shape[0], weight_EOD.shape[1])
 
 
@@ -144,16 +152,16 @@ def _grouped_linear_loop_backward(
 
 
 @_grouped_linear_loop_backward.register_fake
-def _(grad: Tensor, rows: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, rows: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return torch.empty_like(rows), torch.empty_like(weight_EOD)
 
 
-def _setup_loop(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _setup_loop(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
     ctx.save_for_backward(*inputs)
 
 
-def _backward_loop(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    rows, weight_EOD, ends_E = ctx.saved_tensors  # type: ignore[attr-defined]
+def _backward_loop(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight_EOD, ends_E = ctx.saved_tensors
     grad_rows, grad_weight_EOD = _grouped_linear_loop_backward(grad.contiguous(), rows, weight_EOD, ends_E)
     return grad_rows, grad_weight_EOD, None
 

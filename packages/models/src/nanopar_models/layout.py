@@ -1,11 +1,11 @@
 """What every layer needs to know about a batch besides its hidden states, worked out once per forward pass.
 
-    position_ids, attention_mask, sample_ids  --token_layout-->  TokenLayout (rotary tables, mask, which tokens are real)
+    position_ids, attention_mask, sample_ids  --token_layout-->  TokenLayout (rotary tables, mask, real tokens)
 
 ``attention_mask`` is ``[B, past + S]``: 0 is padding, any other number names the document that the token belongs to
-(1 everywhere in an ordinary batch); tokens attend within their document only. Decisions are made on the host from it, so
-a mask left on the CPU costs a CUDA run no synchronisation, one on the GPU costs one per forward pass, and none at all
-(no padding) is cheapest.
+(1 everywhere in an ordinary batch); tokens attend within their document only. Decisions are made on the host from it,
+so a mask left on the CPU costs a CUDA run no synchronisation, one on the GPU costs one per forward pass, and no mask at
+all (no padding) is cheapest.
 
     attention_mask of a row   what attention does         what the experts see
     1 1 1 1                   causal kernel, no mask      all tokens
@@ -29,15 +29,15 @@ class TokenLayout(NamedTuple):
     """See the module's docstring. All tensors are on the hidden states' device.
 
     ``rotary``: cosine and sine tables, ``[B or 1, S, 1, C]``. ``mask``: bool ``[B or 1, 1, S, K]``, True where a query
-    sees a key; None means causal. ``real_T``: places of the real tokens in the flattened batch; None means all of them.
-    ``positions_BS`` and ``sample_ids_BS`` name the tokens for the router's noise (the latter may be missing).
+    sees a key; None means causal. ``real``: places of the real tokens in the flattened batch, ``[T]``; None means all.
+    ``positions`` and ``sample_ids``, ``[B, S]``, name the tokens for the router's noise; the latter may be missing.
     """
 
     rotary: tuple[Tensor, Tensor]
     mask: Tensor | None
-    real_T: Tensor | None
-    positions_BS: Tensor
-    sample_ids_BS: Tensor | None
+    real: Tensor | None
+    positions: Tensor
+    sample_ids: Tensor | None
 
 
 def token_layout(
@@ -60,16 +60,15 @@ def token_layout(
     elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
         raise ValueError(f"position_ids must be [{batch}, {length}] or [1, {length}], got {list(position_ids.shape)}")
     documents = _host_documents(attention_mask, batch, past + length)
-    sample_ids_BS = None
     if sample_ids is not None:
-        sample_ids_BS = sample_ids.view(batch, -1).expand(batch, length).to(device)
+        sample_ids = sample_ids.reshape(batch, -1).expand(batch, length).to(device)
     position_ids = position_ids.to(device)
     return TokenLayout(
         rotary=rotary_tables(config, position_ids, hidden_BSD.dtype),
         mask=_attention_mask(documents, length, past, config.sliding_window, device),
-        real_T=_real_tokens(documents, length, device),
-        positions_BS=position_ids.expand(batch, length),
-        sample_ids_BS=sample_ids_BS,
+        real=_real_tokens(documents, length, device),
+        positions=position_ids.expand(batch, length),
+        sample_ids=sample_ids,
     )
 
 

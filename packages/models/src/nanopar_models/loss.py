@@ -8,16 +8,16 @@ Shapes: B batch, S sequence, V vocabulary, N = B*S.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 IGNORE = -100
-# Rows of logits turned to fp32 at a time: large enough to keep a GPU busy, small enough for the copy not to matter.
-_CHUNK_BYTES = 64 * 2**20
+# Logits turned to fp32 at a time: on the CPU a chunk that stays in the cache is fastest; a GPU wants larger ones.
+_CPU_CHUNK_BYTES, _CHUNK_BYTES = 4 * 2**20, 256 * 2**20
 
 
 def next_token_labels(labels_BS: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -39,11 +39,12 @@ class NextTokenLoss(nn.Module):
 
     ``labels`` are already the next tokens (`next_token_labels`), -100 where nothing is counted. With
     ``num_items_in_batch`` (the counted tokens of the whole step, all ranks and micro-batches together) the result is
-    sum / num_items_in_batch, this call's share of the step's loss; without it, the mean over this call's counted tokens.
-    No counted token: 0. Computed in fp32, or in float64 for float64 logits.
+    sum / num_items_in_batch, this call's share of the step's loss; without it, the mean over this call's counted
+    tokens. No counted token: 0. Computed in fp32, or in float64 for float64 logits.
     """
 
     def forward(self, logits_BSV: Tensor, labels_BS: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """The loss, a scalar."""
         losses_N = cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
         if num_items_in_batch is None:
             num_items_in_batch = (labels_BS != IGNORE).sum().clamp(min=1)
@@ -58,14 +59,15 @@ def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     Besides the logits themselves only a chunk of rows ever exists in fp32, and only one number per row is kept for
     backward, which writes its gradient in the logits' dtype.
     """
-    return cast(Tensor, _CrossEntropy.apply(logits_NV, labels_N))
+    return _CrossEntropy.apply(logits_NV, labels_N)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Forward: logsumexp(row) - row[label]. dgrad: grad * (softmax(row) - onehot(label)), rows recomputed by chunks."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        """logsumexp(row) - row[label]."""
         index_N1 = labels_N.masked_fill(labels_N == IGNORE, 0)[:, None]
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         losses, log_sums = [], []
@@ -79,8 +81,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_N: Tensor) -> tuple[Tensor, None]:
-        logits_NV, labels_N, log_sums_N1 = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
+        """grad * (softmax(row) - onehot(label))."""
+        logits_NV, labels_N, log_sums_N1 = ctx.saved_tensors
         grad_N1 = grad_N.masked_fill(labels_N == IGNORE, 0.0)[:, None]
         index_N1 = labels_N.masked_fill(labels_N == IGNORE, 0)[:, None]
         grad_NV = torch.empty_like(logits_NV)
@@ -92,13 +95,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(rows: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """``rows`` cut so that a chunk of ``like`` (default: ``rows``) stays below `_CHUNK_BYTES` in fp32; at least one."""
+    """``rows`` cut so that chunks of ``like`` (default: ``rows``) stay below the chunk size in fp32."""
     like = rows if like is None else like
-    return rows.split(max(1, _CHUNK_BYTES // (4 * like.shape[1])))
+    size = _CPU_CHUNK_BYTES if like.is_cpu else _CHUNK_BYTES
+    chunks: tuple[Tensor, ...] = rows.split(max(1, size // (4 * like.shape[1])))
+    return chunks
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor]) -> Tensor:
-    """The reference's auxiliary loss over all layers' real tokens together (Switch Transformer, arXiv 2101.03961, eq. 4-6).
+    """The reference's auxiliary loss, over all layers' real tokens together (arXiv 2101.03961, equations 4 to 6).
 
     ``router_logits``: one ``[T, E]`` per layer. E * sum over experts of (share of top-2 choices) * (mean probability):
     2 when balanced, since the shares sum to 2. Choices are those of the plain top 2, not of sparsemixer.

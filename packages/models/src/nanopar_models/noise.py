@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 class TokenKeys(NamedTuple):
-    """Which tokens ask for noise: the layer's index, and per token its sample's id and its position (int64 ``[T]``).
+    """Which tokens ask for noise: the layer's index, and each token's sample id and position (int64 ``[T]``).
 
     Samples need ids that differ within a batch and between the steps of a run: the same id draws the same numbers.
     """
 
     layer: int
-    sample_ids_T: Tensor
-    positions_T: Tensor
+    sample_ids: Tensor
+    positions: Tensor
 
 
 class RouterNoise(Protocol):
@@ -49,42 +49,47 @@ class CounterNoise:
         self.seed = seed
 
     def jitter(self, x_TD: Tensor, eps: float, keys: TokenKeys) -> Tensor:
+        """See `RouterNoise.jitter`."""
         uniform = self._uniform(0, keys, x_TD.shape[1])
         return x_TD * uniform.mul_(2 * eps).add_(1 - eps).to(x_TD.dtype)
 
     def exponential(self, scores_TE: Tensor, stage: int, keys: TokenKeys) -> Tensor:
+        """See `RouterNoise.exponential`."""
         # Half a step above zero: the logarithm stays finite.
         uniform = self._uniform(1 + 2 * stage, keys, scores_TE.shape[1]).add_(2.0**-25)
         return uniform.log_().neg_().to(scores_TE.dtype)
 
     def uniform(self, scores_TE: Tensor, stage: int, keys: TokenKeys) -> Tensor:
+        """See `RouterNoise.uniform`."""
         return self._uniform(2 + 2 * stage, keys, 1).to(scores_TE.dtype)
 
     def _uniform(self, draw: int, keys: TokenKeys, columns: int) -> Tensor:
         """fp32 numbers in [0, 1), ``[T, columns]``, in steps of 2**-24."""
         stream = _mix_int(_mix_int(self.seed) ^ (keys.layer * 8 + draw))
-        token_T = _mix(_mix(keys.sample_ids_T + stream) + keys.positions_T)
-        column = torch.arange(columns, device=token_T.device) * _GOLDEN
-        bits = _mix(token_T[:, None] + column)
-        return _shift_right(bits, 40).float().mul_(2.0**-24)
+        token = _mix(_mix(keys.sample_ids + stream) + keys.positions)
+        column = torch.arange(columns, device=token.device) * _GOLDEN
+        return _shift_right(_mix(token[:, None] + column), 40).float().mul_(2.0**-24)
 
 
 class GeneratorNoise:
     """Noise from torch's default generator, draw by draw as transformers 5.24's Phimoe consumes it.
 
-    The peculiarities are part of the order: the input is jittered twice (the original code does it once), and the second
-    stage's uniform numbers are drawn twice, the first draw being thrown away.
+    The peculiarities are part of the order: the input is jittered twice (the original code does it once), and the
+    second stage's uniform numbers are drawn twice, the first draw being thrown away.
     """
 
-    def jitter(self, x_TD: Tensor, eps: float, keys: TokenKeys) -> Tensor:
+    def jitter(self, x_TD: Tensor, eps: float, keys: TokenKeys) -> Tensor:  # noqa: ARG002 - the order is the key
+        """See `RouterNoise.jitter`."""
         for _ in range(2):
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1.0 - eps, 1.0 + eps)
         return x_TD
 
-    def exponential(self, scores_TE: Tensor, stage: int, keys: TokenKeys) -> Tensor:
+    def exponential(self, scores_TE: Tensor, stage: int, keys: TokenKeys) -> Tensor:  # noqa: ARG002
+        """See `RouterNoise.exponential`."""
         return torch.empty_like(scores_TE).exponential_()
 
-    def uniform(self, scores_TE: Tensor, stage: int, keys: TokenKeys) -> Tensor:
+    def uniform(self, scores_TE: Tensor, stage: int, keys: TokenKeys) -> Tensor:  # noqa: ARG002
+        """See `RouterNoise.uniform`."""
         drawn = torch.rand_like(scores_TE[:, :1])
         return drawn.uniform_() if stage == 1 else drawn
 

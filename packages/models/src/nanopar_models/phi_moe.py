@@ -7,7 +7,7 @@
       model.norm, lm_head                             -> logits [B, S, V]
       loss                                            -> scalar
 
-Parameter names are those of transformers' ``PhimoeForCausalLM``, so that plans written in Hugging Face's vocabulary fit.
+Parameter names are those of transformers' ``PhimoeForCausalLM``, so that plans in Hugging Face's vocabulary fit.
 Whatever a strategy may want to replace is a sub-module: ``self_attn.core``, ``mlp.router``, ``mlp.experts``,
 ``model.embed_tokens``, ``lm_head``, ``loss``.
 
@@ -42,7 +42,7 @@ class PhiMoEOutput(NamedTuple):
 class SparseMoe(nn.Module):
     """Router and experts over the real tokens of a batch; padding gets zeros.
 
-    With ``router_noise`` in training mode, input and choice are randomised through ``noise``, the seam for random numbers.
+    With ``router_noise`` in training mode, input and choice are randomised through ``noise``, the random numbers' seam.
     """
 
     def __init__(self, config: PhiMoEConfig, layer: int) -> None:
@@ -55,7 +55,7 @@ class SparseMoe(nn.Module):
     def forward(self, x_BSD: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """The block's output ``[B, S, D]`` and the router's logits ``[T, E]``."""
         rows = x_BSD.flatten(0, 1)
-        x_TD = rows if layout.real_T is None else rows.index_select(0, layout.real_T)
+        x_TD = rows if layout.real is None else rows.index_select(0, layout.real)
         if self.stochastic and self.training:
             keys = self._keys(layout)
             if self.jitter > 0:
@@ -64,19 +64,19 @@ class SparseMoe(nn.Module):
         else:
             logits, weights, indices = self.router(x_TD)
         y_TD = self.experts(x_TD, indices, weights)
-        if layout.real_T is not None:
-            y_TD = torch.zeros_like(rows).index_copy(0, layout.real_T, y_TD)
+        if layout.real is not None:
+            y_TD = torch.zeros_like(rows).index_copy(0, layout.real, y_TD)
         return y_TD.view_as(x_BSD), logits
 
     def _keys(self, layout: TokenLayout) -> TokenKeys:
-        if layout.sample_ids_BS is None:
+        if layout.sample_ids is None:
             raise ValueError(
                 "router_noise needs sample_ids [B] in training mode, one number per sequence that differs between the "
                 "sequences of a batch and between steps: equal ids draw equal noise"
             )
-        samples, positions = layout.sample_ids_BS.flatten(), layout.positions_BS.flatten()
-        if layout.real_T is not None:
-            samples, positions = samples[layout.real_T], positions[layout.real_T]
+        samples, positions = layout.sample_ids.flatten(), layout.positions.flatten()
+        if layout.real is not None:
+            samples, positions = samples[layout.real], positions[layout.real]
         return TokenKeys(self.layer, samples, positions)
 
 
@@ -157,7 +157,7 @@ class PhiMoEBody(nn.Module):
 
 
 class PhiMoE(nn.Module):
-    """A Phi-MoE language model. ``device`` and ``dtype`` as for torch's own modules; ``device="meta"`` allocates nothing.
+    """A Phi-MoE language model. ``device``, ``dtype`` as for torch's own modules; ``device="meta"`` allocates nothing.
 
     Weights are not initialised: call `init_weights`, or make the model with `nanopar_models.load`.
     """
@@ -187,7 +187,7 @@ class PhiMoE(nn.Module):
     ) -> PhiMoEOutput:
         """Logits, and the loss where ``labels`` are given.
 
-        ``input_ids``, ``labels``: int64 ``[B, S]``; position i is asked for label i + 1, labels of -100 are not counted.
+        ``input_ids``, ``labels``: int64 ``[B, S]``; position i is asked for label i + 1, -100 is not counted.
         ``position_ids``: ``[B, S]`` or ``[1, S]``, default 0, 1, ... whatever the padding.
         ``attention_mask``: ``[B, past + S]``, 0 for padding, which is neither dispatched to experts nor counted in any
         loss; numbers above 1 separate packed documents. Best left on the CPU (see `nanopar_models.layout`).
@@ -214,8 +214,8 @@ class PhiMoE(nn.Module):
     def init_weights(self, seed: int = 0) -> None:
         """Fill all parameters: normal with ``initializer_range``, biases zero, norms one.
 
-        Each parameter has its own stream, seeded by ``seed`` and its name (`nanopar_models.initial_value`), so values do
-        not depend on order, device or layout.
+        Each parameter has its own stream, seeded by ``seed`` and its name (`nanopar_models.initial_value`), so values
+        do not depend on order, device or layout.
         """
         with torch.no_grad():
             for name, parameter in self.named_parameters():

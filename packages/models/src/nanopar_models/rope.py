@@ -2,30 +2,32 @@
 
 A head's vector is read as two halves (a, b); the pair (a_i, b_i) is turned by the angle position * frequency_i:
 
-    [a, b]  ->  [a, b] * cos + [-b, a] * sin
+    [a, b]  ->  [a, b] * cos + [-b, a] * sin  =  [a, b] * cos + halves swapped of ([a, b] * [sin, -sin])
 
 Tables are computed in fp32 and then cast to the activations' dtype, in exactly the order of the reference: writing
-position / theta**x for position * (1 / theta**x) already costs 3e-6 in the logits. Nothing is kept in buffers, so that a
+position / theta**x for position * (1 / theta**x) already shows in the logits. Nothing is kept in buffers, so that a
 model built on the meta device needs nothing recomputed.
 
 Shapes: B batch, S sequence, H heads, C head_dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from nanopar_models.config import PhiMoEConfig
 
 
 def rotary_tables(config: PhiMoEConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine tables, each ``[B, S, 1, C]`` in ``dtype``, for ``position_ids_BS`` (``[B, S]`` or ``[1, S]``).
+    """Tables [cos, cos] and [sin, -sin], each ``[B, S, 1, C]`` in ``dtype``, for ``position_ids_BS`` (``[B or 1, S]``).
 
     With LongRoPE (arXiv 2402.13753) the batch counts as long when its largest position reaches the original length;
     then ``long_mscale`` scales the tables. transformers 5.24 keeps ``short_factor`` there, and so does this function
     unless ``config.original_longrope`` asks for the original code's ``long_factor``. No host sync.
     """
-    device, half = position_ids_BS.device, config.head_dim // 2
+    device = position_ids_BS.device
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     scaled = config.rope_theta**exponent
     mscale: Tensor | None = None
@@ -41,35 +43,33 @@ def rotary_tables(config: PhiMoEConfig, position_ids_BS: Tensor, dtype: torch.dt
     cos, sin = angles.cos(), angles.sin()
     if mscale is not None:
         cos, sin = cos * mscale, sin * mscale
-    shape = (*position_ids_BS.shape, 1, 2 * half)
-    return torch.cat((cos, cos), -1).to(dtype).view(shape), torch.cat((sin, sin), -1).to(dtype).view(shape)
+    return torch.cat((cos, cos), -1).to(dtype)[:, :, None], torch.cat((sin, -sin), -1).to(dtype)[:, :, None]
 
 
 def rotate(x_BSHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """``x_BSHC`` (queries or keys, ``[B, S, H, C]``) turned by its positions; tables from `rotary_tables`."""
-    rotated: Tensor = _Rotate.apply(x_BSHC, *tables)
-    return rotated
+    return _Rotate.apply(x_BSHC, *tables)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Rotate(torch.autograd.Function):
-    """Forward: x * cos + half_swap(x) * sin. dgrad: the same turn backwards (sin negated); tables get no gradient.
+    """Forward: the turn by the tables' angles. dgrad: the turn by the opposite angles. The tables get no gradient.
 
     Written by hand because autograd's slices would fill and add full-size zero tensors in the backward pass.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``[a, b] * cos + [-b, a] * sin``."""
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, backwards=False)
+        return _turn(x, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors  # type: ignore[attr-defined]
-        return _turn(grad, cos, sin, backwards=True), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """``[a, b] * cos + [b, -a] * sin``."""
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
-    a, b = x.chunk(2, -1)
-    swapped = torch.cat((b, -a) if backwards else (-b, a), -1)
-    return (x * cos).add_(swapped.mul_(sin))
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos).add_((x * sin).roll(x.shape[-1] // 2, -1))

@@ -12,11 +12,11 @@ that token. Only near-ties train it.
 Shapes: T tokens, D hidden size, E experts.
 """
 
-from typing import cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from nanopar_models.config import PhiMoEConfig
@@ -38,9 +38,10 @@ class SparseMixerRouter(nn.Linear):
         super().__init__(config.hidden_size, config.num_local_experts, bias=False)
         self.eps = config.router_jitter_noise
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, x_TD: Tensor, noise: RouterNoise | None = None, keys: TokenKeys | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores before routing, weights and indices of the two experts."""
         logits_TE = F.linear(x_TD, self.weight)
         weights_T2, indices_T2 = sparsemixer(logits_TE, self.eps, noise, keys)
         return logits_TE, weights_T2, indices_T2
@@ -52,48 +53,61 @@ def sparsemixer(
     """Weights ``[T, 2]`` (differentiable in the scores) and expert indices ``[T, 2]``; see the module's docstring."""
     with torch.no_grad():
         first = _choose(scores_TE, scores_TE, eps, 0, noise, keys)
-        others_TE = scores_TE.scatter(1, first[1], -torch.inf)
+        others_TE = scores_TE.scatter(1, first.index, -torch.inf)
         second = _choose(scores_TE, others_TE, eps, 1, noise, keys)
-        p_T2E, index_T21, factor_T21 = (torch.stack(pair, 1) for pair in zip(first, second, strict=True))
-    weights_T21 = cast(Tensor, _MixWeight.apply(scores_TE, p_T2E, index_T21, factor_T21))
-    return weights_T21.squeeze(2), index_T21.squeeze(2)
+        p_T2E = torch.stack((first.survivors, second.survivors), 1).softmax(2)
+        index_T2 = torch.cat((first.index, second.index), 1)
+        factor_T2 = None
+        if first.factor is not None and second.factor is not None:
+            factor_T2 = torch.cat((first.factor, second.factor), 1)
+    return _MixWeight.apply(scores_TE, p_T2E, index_T2, factor_T2), index_T2  # type: ignore[no-untyped-call]
+
+
+class _Choice(NamedTuple):
+    """One stage: scores with -inf for experts out of the race ``[T, E]``, the chosen expert and its weight's factor
+    (None: 1), each ``[T, 1]``.
+    """
+
+    survivors: Tensor
+    index: Tensor
+    factor: Tensor | None
 
 
 def _choose(
     scores_TE: Tensor, allowed_TE: Tensor, eps: float, stage: int, noise: RouterNoise | None, keys: TokenKeys | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One stage: probabilities of the survivors ``[T, E]``, the chosen index ``[T, 1]``, its weight's factor ``[T, 1]``."""
-    best_T1, index_T1 = allowed_TE.max(1, keepdim=True)
+) -> _Choice:
+    """The choice among ``allowed_TE``, the scores with -inf for experts already taken."""
+    best_T1, best_index_T1 = allowed_TE.max(1, keepdim=True)
     # Relative to the larger of |score| and best; where the best is negative this divides by |score|.
     gap_TE = (best_T1 - scores_TE) / torch.maximum(scores_TE.abs(), best_T1)
     survivors_TE = allowed_TE.masked_fill(gap_TE > 2 * eps, -torch.inf)
-    p_TE = survivors_TE.softmax(1)
     if noise is None or keys is None:
-        return p_TE, index_T1, torch.ones_like(best_T1)
+        return _Choice(survivors_TE, best_index_T1, None)
     # The Gumbel trick: argmax(score - log(exponential)) samples from softmax(score).
-    sampled_T1 = (survivors_TE - noise.exponential(scores_TE, stage, keys).log()).max(1, keepdim=True)[1]
-    keep_T1 = (sampled_T1 == p_TE.max(1, keepdim=True)[1]) | (noise.uniform(scores_TE, stage, keys) > _KEEP_ABOVE)
-    factor_T1 = torch.add(_BASE, keep_T1, alpha=_BONUS).to(p_TE.dtype)
-    return p_TE, sampled_T1, factor_T1
+    index_T1 = (survivors_TE - noise.exponential(scores_TE, stage, keys).log()).max(1, keepdim=True)[1]
+    keep_T1 = (index_T1 == best_index_T1) | (noise.uniform(scores_TE, stage, keys) > _KEEP_ABOVE)
+    return _Choice(survivors_TE, index_T1, torch.add(_BASE, keep_T1, alpha=_BONUS).to(scores_TE.dtype))
 
 
 class _MixWeight(torch.autograd.Function):
-    """Both stages' weights from their softmax over survivors, ``[T, 2, 1]``.
+    """Both stages' weights ``[T, 2]`` from their softmax over survivors ``[T, 2, E]``.
 
-    Forward: p[chosen] * factor. dgrad: sum over the stages of grad * p[chosen] * (onehot(chosen) - p), the softmax's own
-    derivative; the factor stays out of it, which is what makes the stochastic form's estimate a third-order one.
+    Forward: p[chosen] * factor. dgrad: sum over the stages of grad * p[chosen] * (onehot(chosen) - p), the derivative
+    of the softmax; the factor stays out of it, which is what makes the stochastic form's estimate a third-order one.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, scores_TE: Tensor, p_T2E: Tensor, index_T21: Tensor, factor_T21: Tensor) -> Tensor:
-        weight_T21 = p_T2E.gather(2, index_T21)
-        ctx.save_for_backward(p_T2E, index_T21, weight_T21)
-        return weight_T21 * factor_T21
+    def forward(ctx: Any, _scores_TE: Tensor, p_T2E: Tensor, index_T2: Tensor, factor_T2: Tensor | None) -> Tensor:
+        """p[chosen] * factor; the scores are an argument only for their gradient."""
+        weights_T2 = p_T2E.gather(2, index_T2[:, :, None]).squeeze(2)
+        ctx.save_for_backward(p_T2E, index_T2, weights_T2)
+        return weights_T2 if factor_T2 is None else weights_T2 * factor_T2
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_T21: Tensor) -> tuple[Tensor, None, None, None]:
-        p_T2E, index_T21, weight_T21 = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_T21 = grad_T21 * weight_T21
-        grad_T2E = (p_T2E * -grad_T21).scatter_add_(2, index_T21, grad_T21)
+    def backward(ctx: Any, grad_T2: Tensor) -> tuple[Tensor, None, None, None]:
+        """grad * p[chosen] * (onehot(chosen) - p), summed over the stages."""
+        p_T2E, index_T2, weights_T2 = ctx.saved_tensors
+        grad_T21 = (grad_T2 * weights_T2)[:, :, None]
+        grad_T2E = (p_T2E * -grad_T21).scatter_add_(2, index_T2[:, :, None], grad_T21)
         return grad_T2E.sum(1), None, None, None

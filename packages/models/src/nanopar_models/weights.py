@@ -40,10 +40,10 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 class Piece(NamedTuple):
-    """One tensor of a file: its hub name and where it lies in the parameter, as an index."""
+    """One tensor of a file: its hub name and the place in the parameter (an index) that it fills."""
 
     name: str
-    index: tuple[int | slice, ...]
+    place: tuple[int | slice, ...]
 
 
 def hub_pieces(name: str, config: PhiMoEConfig) -> list[Piece]:
@@ -112,7 +112,7 @@ def load(
             stored = _DTYPES[files[sources[name][0].name].tensor(sources[name][0].name).get_dtype()]
             target = torch.empty(parameter.shape, dtype=dtype or stored, device=device or "cpu")
             for piece in sources[name]:
-                target[piece.index].copy_(files[piece.name].handle.get_tensor(piece.name))
+                target[piece.place].copy_(files[piece.name].handle.get_tensor(piece.name))
             state[name] = target
     model.load_state_dict(state, assign=True)
     return model
@@ -181,7 +181,7 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> dict[str, _File]:
         if not (folder / _SINGLE).is_file():
             raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
         file = _open(folder / _SINGLE, stack)
-        return {name: file for name in file.handle.keys()}  # noqa: SIM118 - not a dict
+        return dict.fromkeys(file.handle.keys(), file)
     index = _read_json(folder / _INDEX)
     placed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(placed, dict) or not all(isinstance(value, str) for value in placed.values()):
@@ -221,7 +221,7 @@ def _match(model: PhiMoE, files: dict[str, _File], folder: Path) -> dict[str, li
                 missing.append(piece.name)
                 continue
             stored = files[piece.name].tensor(piece.name)
-            wanted = list(parameter[piece.index].shape)
+            wanted = list(parameter[piece.place].shape)
             if stored.get_shape() != wanted:
                 raise ValueError(
                     f"{files[piece.name].path}: {piece.name} has shape {stored.get_shape()}, config.json needs {wanted}"
@@ -274,7 +274,7 @@ def _write_shards(
     for name, parameter in pairs:
         dtype = dtype or parameter.dtype
         for piece in hub_pieces(name, config):
-            tensor = parameter.detach()[piece.index].cpu().contiguous()
+            tensor = parameter.detach()[piece.place].cpu().contiguous()
             if held and held_bytes + tensor.nbytes > limit:
                 flush()
                 held_bytes = 0
@@ -301,7 +301,7 @@ def _name_shards(shards: list[dict[str, int]], scratch: Path) -> list[str]:
 
 
 def _publish(scratch: Path, folder: Path, names: list[str]) -> None:
-    """Move the finished files into ``folder``: the old model goes first, the file that makes the new one loadable last."""
+    """Move the finished files into ``folder``: the old model goes first, the file that makes the new one load last."""
     for old in [folder / _INDEX, *folder.glob("model*.safetensors")]:
         if old.name == _INDEX or _WEIGHT_FILE.fullmatch(old.name):
             old.unlink(missing_ok=True)
