@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 _JSON = "checkpoint.json"
 _FILE_BYTES = 2**30  # a file is put together in memory before it is written: this bounds the extra memory
@@ -54,7 +56,7 @@ def save(
     writer = HuggingFaceStorageWriter(str(unfinished), _file_numbers(tensors), save_distributed=True)
     try:
         with _single_process_allowed():
-            dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+            dcp_save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
     except Exception as error:
         raise RuntimeError(f"checkpoint {path} was not written: {error}") from error
     problem = ""
@@ -84,7 +86,7 @@ def load(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"checkpoint {path}: {name} has shape {saved}, the model needs {wanted}")
     reader = HuggingFaceStorageReader(str(path))
     with _single_process_allowed():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp_load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def describe(path: str | Path) -> dict[str, Tensor]:
@@ -102,7 +104,7 @@ def describe(path: str | Path) -> dict[str, Tensor]:
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in stored.items()
-        if isinstance(entry, dcp.TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata)
     }
 
 

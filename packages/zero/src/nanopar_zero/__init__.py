@@ -10,8 +10,9 @@ Example:
     ...     optimizer.step()
 """
 
-from nanopar_zero.api import full_state_dict, shard
+from nanopar_zero.api import shard
 from nanopar_zero.optimizer import ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
+from nanopar_zero.state import full_state_dict, load, save
 
-__all__ = ["PrecisionPolicy", "ZeroOptimizer", "full_state_dict", "shard"]
+__all__ = ["PrecisionPolicy", "ZeroOptimizer", "full_state_dict", "load", "save", "shard"]

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from nanopar_core import Axis, ParamSpec, as_axis, broadcast
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from nanopar_core import Axis, ParamSpec, as_axis, broadcast
 from nanopar_zero.buckets import Bucket, Reduction
 from nanopar_zero.groups import resolve_groups
 from nanopar_zero.layout import Item, bucket_layouts
-from nanopar_zero.optimizer import ZeroOptimizer
+from nanopar_zero.optimizer import FlatShard, ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
 from nanopar_zero.reducer import OutputHook, Reducer
 
@@ -97,15 +97,15 @@ def shard(
 
 def _flat_groups(
     options: Iterable[Mapping[str, Any]], buckets: Iterable[Bucket]
-) -> tuple[list[dict[str, Any]], list[tuple[nn.Parameter, Tensor]]]:
-    """The user's groups with flat shards in place of parameters, and each shard's gradient."""
+) -> tuple[list[dict[str, Any]], list[FlatShard]]:
+    """The user's groups with flat shards in place of parameters, and these shards."""
     flat_groups: list[dict[str, Any]] = [{"params": [], **option} for option in options]
     shards = []
     for bucket in buckets:
         for run in bucket.layout.runs:
             flat = nn.Parameter(bucket.masters[run.start : run.stop])
             flat_groups[run.group]["params"].append(flat)
-            shards.append((flat, bucket.gradients[run.start : run.stop]))
+            shards.append(FlatShard(bucket, run, flat))
     return flat_groups, shards
 
 
@@ -144,20 +144,3 @@ def _copy_from_first(tensor: Tensor, axes: tuple[Axis, ...]) -> None:
         broadcast(whole, axis, label="initial weights")
     if whole is not tensor:
         tensor.copy_(whole)
-
-
-def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    """The unsharded weights under the model's own names, on rank 0 of the data-parallel axes; empty on other ranks.
-
-    Keys are those of ``model.state_dict()``, buffers and tied names included; trained parameters come in the masters'
-    precision. Called on all ranks. The tensors may share storage with the model: copy them to keep them.
-    """
-    reduction = optimizer.reducer.buckets[0].reduction
-    if not reduction.leads:
-        return {}
-    masters: dict[int, Tensor] = {}
-    for bucket in optimizer.reducer.buckets:
-        bucket.adopt_edits()
-        for slot, member in zip(bucket.layout.slots, bucket.members, strict=True):
-            masters[id(member)] = bucket.masters[slot.start : slot.start + slot.numel].view(member.shape)
-    return {name: masters.get(id(value), value.detach()) for name, value in model.state_dict(keep_vars=True).items()}

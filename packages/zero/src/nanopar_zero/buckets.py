@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
-from nanopar_core import Axis, Pending, all_reduce, broadcast
 from torch import Tensor, nn
 
+from nanopar_core import Axis, Pending, all_reduce, broadcast
 from nanopar_zero.layout import BucketLayout
 from nanopar_zero.precision import PrecisionPolicy
 

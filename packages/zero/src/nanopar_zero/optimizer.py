@@ -5,15 +5,30 @@ step():  gradients reduced? --> user's optimizer on the masters, one flat tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from nanopar_core import global_norm
 from torch import Tensor, nn
 
+from nanopar_core import global_norm
+from nanopar_zero.buckets import Bucket
+from nanopar_zero.layout import Run
 from nanopar_zero.reducer import Reducer
+
+
+class FlatShard(NamedTuple):
+    """What the user's optimizer sees in place of parameters: one run of a bucket's masters."""
+
+    bucket: Bucket
+    run: Run
+    flat: nn.Parameter
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the same elements."""
+        return self.bucket.gradients[self.run.start : self.run.stop]
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -23,13 +38,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     and changes of ``group["lr"]`` act on it. Every rank calls ``step``, ``clip_grad_norm_`` and ``zero_grad`` alike.
     """
 
-    def __init__(
-        self, reducer: Reducer, inner: torch.optim.Optimizer, shards: list[tuple[nn.Parameter, Tensor]]
-    ) -> None:
+    def __init__(self, reducer: Reducer, inner: torch.optim.Optimizer, shards: Sequence[FlatShard]) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.reducer = reducer
         self.inner = inner
-        self._shards = shards
+        self.shards = list(shards)
         self._share_state()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -45,8 +58,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.reduce_now()
         with torch.no_grad():
             self._adopt_edits()
-            for shard, gradient in self._shards:
-                shard.grad = gradient if gradient.dtype == shard.dtype else gradient.to(shard.dtype)
+            for shard in self.shards:
+                shard.flat.grad = shard.gradient.to(shard.flat.dtype)
             self.inner.step()
             for bucket in self.reducer.buckets:
                 bucket.publish()
