@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import nanopar_models as models
 import pytest
 import torch
+
+import nanopar_models as models
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -78,12 +79,7 @@ def make_pair(tmp_path: Path) -> Callable[..., SimpleNamespace]:
         reference = build_reference(seed, dtype, **changes)
         folder = tmp_path / f"reference-{seed}"
         reference.save_pretrained(folder, max_shard_size="300KB")
-        ours = models.load(folder)
-        if router_noise:
-            config = models.PhiMoEConfig.from_dict({**ours.config.to_dict(), "router_noise": True})
-            noisy = models.PhiMoE(config)
-            noisy.load_state_dict(ours.state_dict())
-            ours = noisy.to(dtype)
+        ours = models.load(folder, router_noise=router_noise)
         return SimpleNamespace(reference=reference, ours=ours.eval(), folder=folder)
 
     return make

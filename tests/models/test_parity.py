@@ -3,11 +3,12 @@
 import dataclasses
 from types import SimpleNamespace
 
-import nanopar_models as models
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import nanopar_models as models
 
 SHORT = [1.0 + 0.05 * i for i in range(8)]
 LONG = [1.0 + 0.8 * i for i in range(8)]

@@ -1,8 +1,7 @@
-"""Phi-MoE in plain PyTorch, equal to transformers' to the last bits.
+"""Phi-MoE in plain PyTorch, with the results of transformers' own.
 
 >>> import torch, nanopar_models as models
 >>> model = models.PhiMoE(models.PhiMoEConfig.preset("nano"))  # or models.load("microsoft/Phi-tiny-MoE-instruct")
->>> model.init_weights(seed=0)
 >>> ids = torch.randint(0, model.config.vocab_size, (2, 16))
 >>> model(ids, labels=ids).loss.backward()
 """

@@ -32,26 +32,27 @@ class AttentionCore(nn.Module):
         """Softmax(q k^T / sqrt(C)) v over the keys each query sees."""
         causal = mask is None and q.shape[2] > 1
         if not torch.compiler.is_compiling() and not q.is_meta:
-            k, v = self._fit_heads(q, k, v, mask, causal)
+            k, v, backend = fit_heads(q, k, v, mask, causal)
+            if backend is SDPBackend.MATH:
+                warnings.warn(
+                    f"no fast attention kernel serves {q.dtype} on {q.device.type} with head_dim {q.shape[3]}"
+                    f"{'' if mask is None else ' and a mask'}: torch's slow path, which holds all scores, is used",
+                    stacklevel=2,
+                )
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
 
-    @staticmethod
-    def _fit_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-        """Repeat the key/value heads where only that lets a fast kernel serve; warn where none does."""
-        if sdpa_backend(q, k, v, mask, causal) is not SDPBackend.MATH:
-            return k, v
-        if q.shape[1] != k.shape[1]:
-            wide_k, wide_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            if sdpa_backend(q, wide_k, wide_v, mask, causal) is not SDPBackend.MATH:
-                return wide_k, wide_v
-        warnings.warn(
-            f"no fast attention kernel serves {q.dtype} on {q.device.type} with head_dim {q.shape[3]}"
-            f"{' and a mask' if mask is not None else ''}: torch's slow path, which holds all scores, is used",
-            stacklevel=2,
-        )
-        return k, v
+
+def fit_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, SDPBackend]:
+    """``k`` and ``v``, their heads repeated where only that lets a fast kernel serve, and the kernel that will."""
+    backend = sdpa_backend(q, k, v, mask, causal)
+    if backend is SDPBackend.MATH and q.shape[1] != k.shape[1]:
+        wide_k, wide_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        wide_backend = sdpa_backend(q, wide_k, wide_v, mask, causal)
+        if wide_backend is not SDPBackend.MATH:
+            return wide_k, wide_v, wide_backend
+    return k, v, backend
 
 
 def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:
@@ -87,3 +88,13 @@ class Attention(nn.Module):
         out: Tensor = self.core(q, k, v, layout.mask)
         y: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return y
+
+    def backend(self, length: int, *, masked: bool = False) -> str:
+        """The kernel that serves sequences of ``length`` tokens, e.g. ``FLASH_ATTENTION`` (``MATH``: the slow path)."""
+        q, k = (
+            projection.weight.new_empty(1, projection.out_features // self.head_dim, length, self.head_dim)
+            for projection in (self.q_proj, self.k_proj)
+        )
+        q.requires_grad_(torch.is_grad_enabled())
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device) if masked else None
+        return fit_heads(q, k, k, mask, mask is None)[2].name

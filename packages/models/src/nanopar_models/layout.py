@@ -87,19 +87,18 @@ def _attention_mask(
 ) -> Tensor | None:
     """Who sees whom: same document, not later, within the window. Padding sees padding, so no row is empty."""
     keys = past + length
-    windowed = window is not None and keys > window
-    single = documents is None or (documents.amax() <= 1 and bool((documents[:, 1:] <= documents[:, :-1]).all()))
-    if single and past and documents is not None:
-        single = bool((documents[:, past:] > 0).all())
-    if single and not windowed and (past == 0 or length == 1):
+    if documents is not None and documents.amax() <= 1 and bool((documents[:, 1:] <= documents[:, :-1]).all()):
+        documents = None  # padding only at the end, which no real token sees anyway
+    if window is not None and keys <= window:
+        window = None
+    if documents is None and window is None and (past == 0 or length == 1):
         return None
     query_S1 = torch.arange(past, keys, device=device)[:, None]
     key_K = torch.arange(keys, device=device)
-    mask = query_S1 >= key_K
-    if windowed and window is not None:
-        mask &= query_S1 - key_K < window
-    mask = mask[None, None]
-    if not single and documents is not None:
+    mask = (query_S1 >= key_K)[None, None]
+    if window is not None:
+        mask = mask & (query_S1 - key_K < window)
+    if documents is not None:
         documents = documents.to(device, non_blocking=True)
         mask = mask & (documents[:, None, past:, None] == documents[:, None, None, :])
     return mask

@@ -26,12 +26,11 @@ def next_token_labels(labels_BS: Tensor, attention_mask: Tensor | None = None) -
     A position whose own token or whose next token is padding (``attention_mask`` 0) predicts nothing. The number of
     counted tokens of a batch is the number of entries other than -100, which is what ``num_items_in_batch`` sums up.
     """
-    if attention_mask is not None:
-        labels_BS = labels_BS.masked_fill(attention_mask.to(labels_BS.device) == 0, IGNORE)
-    shifted = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
-    if attention_mask is not None:
-        shifted = shifted.masked_fill(attention_mask.to(labels_BS.device) == 0, IGNORE)
-    return shifted
+    if attention_mask is None:
+        return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
+    padding_BS = attention_mask.to(labels_BS.device, non_blocking=True) == 0
+    shifted = F.pad(labels_BS.masked_fill(padding_BS, IGNORE)[:, 1:], (0, 1), value=IGNORE)
+    return shifted.masked_fill(padding_BS, IGNORE)
 
 
 class NextTokenLoss(nn.Module):
@@ -46,11 +45,10 @@ class NextTokenLoss(nn.Module):
     def forward(self, logits_BSV: Tensor, labels_BS: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """The loss, a scalar."""
         losses_N = cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
-        if num_items_in_batch is None:
-            num_items_in_batch = (labels_BS != IGNORE).sum().clamp(min=1)
-        elif isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(losses_N.device)
-        return losses_N.sum() / num_items_in_batch
+        items = (labels_BS != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+        if isinstance(items, Tensor):
+            return losses_N.sum() / items.to(losses_N.device, non_blocking=True).clamp(min=1)
+        return losses_N.sum() / max(items, 1)
 
 
 def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

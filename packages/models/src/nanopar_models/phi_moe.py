@@ -157,13 +157,18 @@ class PhiMoEBody(nn.Module):
 
 
 class PhiMoE(nn.Module):
-    """A Phi-MoE language model. ``device``, ``dtype`` as for torch's own modules; ``device="meta"`` allocates nothing.
+    """A Phi-MoE language model with fresh weights (`init_weights`); `nanopar_models.load` makes one from files.
 
-    Weights are not initialised: call `init_weights`, or make the model with `nanopar_models.load`.
+    ``device`` and ``dtype`` as for torch's own modules; on the meta device nothing is allocated or initialised.
     """
 
     def __init__(
-        self, config: PhiMoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: PhiMoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -172,7 +177,10 @@ class PhiMoE(nn.Module):
             self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         self.loss: nn.Module = NextTokenLoss()
         self.to(dtype=dtype)
-        self.to_empty(device=device if device is not None else torch.get_default_device())
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.init_weights(seed)
 
     def forward(
         self,
@@ -225,6 +233,10 @@ class PhiMoE(nn.Module):
         """Keep only each layer's input during the forward pass and recompute the layer in backward."""
         for layer in self.model.layers:
             cast(DecoderLayer, layer).recompute = on
+
+    def attention_backend(self, length: int, *, masked: bool = False) -> str:
+        """The attention kernel that serves this model's sequences of ``length`` tokens (`Attention.backend`)."""
+        return cast(DecoderLayer, self.model.layers[0]).self_attn.backend(length, masked=masked)
 
     def set_noise(self, noise: RouterNoise) -> None:
         """Take the stochastic router's random numbers from ``noise`` in every layer."""

@@ -53,10 +53,10 @@ def sparsemixer(
     """Weights ``[T, 2]`` (differentiable in the scores) and expert indices ``[T, 2]``; see the module's docstring."""
     with torch.no_grad():
         first = _choose(scores_TE, scores_TE, eps, 0, noise, keys)
-        others_TE = scores_TE.scatter(1, first.index, -torch.inf)
+        others_TE = scores_TE.scatter(1, first.expert, -torch.inf)
         second = _choose(scores_TE, others_TE, eps, 1, noise, keys)
         p_T2E = torch.stack((first.survivors, second.survivors), 1).softmax(2)
-        index_T2 = torch.cat((first.index, second.index), 1)
+        index_T2 = torch.cat((first.expert, second.expert), 1)
         factor_T2 = None
         if first.factor is not None and second.factor is not None:
             factor_T2 = torch.cat((first.factor, second.factor), 1)
@@ -64,12 +64,14 @@ def sparsemixer(
 
 
 class _Choice(NamedTuple):
-    """One stage: scores with -inf for experts out of the race ``[T, E]``, the chosen expert and its weight's factor
-    (None: 1), each ``[T, 1]``.
+    """One stage's outcome.
+
+    ``survivors``: scores with -inf for experts out of the race, ``[T, E]``; ``expert``: the chosen one, ``[T, 1]``;
+    ``factor``: its weight's factor, ``[T, 1]`` or None for 1.
     """
 
     survivors: Tensor
-    index: Tensor
+    expert: Tensor
     factor: Tensor | None
 
 

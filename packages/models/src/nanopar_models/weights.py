@@ -95,15 +95,20 @@ def read_config(folder: Path) -> PhiMoEConfig:
 
 
 def load(
-    path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    path_or_hub_id: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    **changes: Any,
 ) -> PhiMoE:
     """A model from a directory or hub id, its weights in ``dtype`` (default: as stored) on ``device`` (default: CPU).
 
+    ``changes`` override fields of the stored configuration, for example ``router_noise=True``.
     Raises ``ValueError`` for a file that is missing, damaged or not of this architecture, and for any tensor that is
     missing, unexpected or of another shape.
     """
     folder = checkpoint_folder(path_or_hub_id)
-    model = PhiMoE(read_config(folder), device="meta")
+    model = PhiMoE(dataclasses.replace(read_config(folder), **changes), device="meta")
     with contextlib.ExitStack() as stack:
         files = _open_files(folder, stack)
         sources = _match(model, files, folder)
