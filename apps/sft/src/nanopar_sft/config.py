@@ -198,7 +198,9 @@ class Config(BaseSettings):
 
     # Answers
     prompt: OptionalText = key(None, "Answers", "generate", "question to answer")
-    max_new_tokens: int = key(256, "Answers", DECODE, "longest answer, in tokens", ge=1)
+    max_new_tokens: int = key(
+        256, "Answers", DECODE, "longest answer, in tokens; 0: measure the loss of held-back answers only", ge=0
+    )
     temperature: float = key(0.0, "Answers", "generate", "0 takes the likeliest token; above 0 samples", ge=0)
     top_p: float = key(
         1.0, "Answers", "generate", "sample among the likeliest tokens of this total probability", gt=0, le=1

@@ -71,13 +71,19 @@ class Evaluation:
         step: optimizer steps before it; 0 is the model as it was loaded.
         strict: answers whose number after "####" is right.
         flexible: answers whose last number is right.
-        total: number of problems.
+        total: number of problems answered; 0 where only the loss was measured.
+        loss: mean loss per counted token of the reference answers.
     """
 
     step: int
     strict: int
     flexible: int
     total: int
+    loss: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as `evaluations.jsonl` holds it; a loss that is not a number is null."""
+        return {name: _finite(value) for name, value in asdict(self).items()}
 
 
 class JsonLines:

@@ -1,7 +1,48 @@
 """Checks that need more than the configuration: files, presets, data. They run before any rank is started."""
 
-from nanopar_sft.config import Config
+from pathlib import Path
+
+from nanopar_sft import assemble, report
+from nanopar_sft.config import Config, nearest
+from nanopar_sft.errors import InputError
 
 
 def check(command: str, config: Config) -> None:
-    """Raise InputError if `command` cannot run with `config`; reads, never writes."""
+    """Raise InputError if ``command`` cannot run with ``config``; reads little, writes nothing.
+
+    Data files are read here row by row, so that a malformed row is named before ranks start; what takes a download, or
+    the reading of weights, is left to the ranks, which also write nothing before they have read it.
+    """
+    if command in ("train", "eval", "generate"):
+        _check_model(config.model)
+    if command in ("train", "eval", "data"):
+        _check_data(command, config)
+    if command == "train":
+        report.check_log(config.log)
+        _check_output(config.output_dir)
+
+
+def _check_model(model: str) -> None:
+    if model in assemble.PRESETS or Path(model).is_dir():
+        return
+    if "/" not in model or model.startswith((".", "/")) or model.count("/") > 1:
+        guess = nearest(model, assemble.PRESETS)
+        raise InputError(
+            f"model={model}: neither a preset ({', '.join(assemble.PRESETS)}), nor a directory, nor a hub id like "
+            f"owner/name; did you mean {guess}?"
+        )
+
+
+def _check_data(command: str, config: Config) -> None:
+    files = assemble.FILE_ENDINGS
+    if command != "eval" and config.data.endswith(files):
+        assemble.training_rows(config)
+    if command == "eval" and (config.eval_data or config.data).endswith(files):
+        assemble.test_rows(config)
+    if command == "train" and (config.eval_data or "").endswith(files):
+        assemble.test_rows(config)
+
+
+def _check_output(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"output_dir={folder} exists and is not a directory")

@@ -100,18 +100,20 @@ class Reporter:
             for name in ("loss", "grad_norm", "lr", "tokens_per_second", "peak_memory_bytes"):
                 self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
 
-    def evaluation(self, step: int, strict: int, flexible: int, total: int) -> None:
-        """Show and record an evaluation after `step` steps: right answers out of `total`, read in two ways."""
+    def evaluation(self, step: int, strict: int, flexible: int, total: int, loss: float) -> None:
+        """Show and record an evaluation after `step` steps: right answers out of `total`, read in two ways, and loss."""
         if not self._enabled:
             return
-        self._evaluations.write(vars(Evaluation(step, strict, flexible, total)))
-        self.note(
-            f"step {step}: exact match {strict}/{total} = {strict / max(total, 1):.1%} "
-            f"(last number: {flexible / max(total, 1):.1%})"
-        )
+        self._evaluations.write(Evaluation(step, strict, flexible, total, loss).as_json())
+        text = f"step {step}: held-back loss {loss:.4f}"
+        if total:
+            text += f", exact match {strict}/{total} = {strict / total:.1%} (last number: {flexible / total:.1%})"
+        self.note(text)
         if self._board:
-            self._board.add_scalar("eval/strict", strict / max(total, 1), step)
-            self._board.add_scalar("eval/flexible", flexible / max(total, 1), step)
+            self._board.add_scalar("eval/loss", loss, step)
+            if total:
+                self._board.add_scalar("eval/strict", strict / total, step)
+                self._board.add_scalar("eval/flexible", flexible / total, step)
 
     def close(self) -> None:
         """End the bar, close the files and draw the picture; a second call does nothing."""
