@@ -7,7 +7,7 @@
 """
 
 from nanopar_models.config import PhiMoEConfig as PhiMoEConfig
-from nanopar_models.generate import generate as generate
+from nanopar_models.generation import generate as generate
 from nanopar_models.init import initial_value as initial_value
 from nanopar_models.loss import next_token_labels as next_token_labels
 from nanopar_models.noise import CounterNoise as CounterNoise

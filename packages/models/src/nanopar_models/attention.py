@@ -33,7 +33,7 @@ class AttentionCore(nn.Module):
         causal = mask is None and q.shape[2] > 1
         if not torch.compiler.is_compiling() and not q.is_meta:
             k, v, backend = fit_heads(q, k, v, mask, causal)
-            if backend is SDPBackend.MATH:
+            if backend == SDPBackend.MATH:
                 warnings.warn(
                     f"no fast attention kernel serves {q.dtype} on {q.device.type} with head_dim {q.shape[3]}"
                     f"{'' if mask is None else ' and a mask'}: torch's slow path, which holds all scores, is used",
@@ -47,17 +47,17 @@ class AttentionCore(nn.Module):
 def fit_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, SDPBackend]:
     """``k`` and ``v``, their heads repeated where only that lets a fast kernel serve, and the kernel that will."""
     backend = sdpa_backend(q, k, v, mask, causal)
-    if backend is SDPBackend.MATH and q.shape[1] != k.shape[1]:
+    if backend == SDPBackend.MATH and q.shape[1] != k.shape[1]:
         wide_k, wide_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         wide_backend = sdpa_backend(q, wide_k, wide_v, mask, causal)
-        if wide_backend is not SDPBackend.MATH:
+        if wide_backend != SDPBackend.MATH:
             return wide_k, wide_v, wide_backend
     return k, v, backend
 
 
 def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:
     """The kernel family that torch picks for this call of scaled dot product attention."""
-    # The dispatcher's own choice; torch has no public name for it (tests/models/test_attention.py watches it).
+    # The dispatcher's own choice; torch has no public name for it (tests/models/test_model.py watches it).
     choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1])
     return SDPBackend(choice)
 

@@ -31,9 +31,9 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Per token the weighted sum of its experts' outputs."""
-        kind, dtype = hidden_states.device.type, hidden_states.dtype
-        # grouped_mm knows nothing of autocast, so the cast that a linear layer would get is made here.
-        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.gate_up_proj.dtype
+        kind, dtype, compute = hidden_states.device.type, hidden_states.dtype, self.gate_up_proj.dtype
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            compute = torch.get_autocast_dtype(kind)  # grouped_mm knows nothing of autocast
         order = sort_by_expert(top_k_index, self.gate_up_proj.shape[0])
         rows = gather_rows(hidden_states.to(compute), order)
         gate_up = grouped_linear(rows, self.gate_up_proj.to(compute), order.ends)

@@ -191,11 +191,13 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> dict[str, _File]:
     placed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(placed, dict) or not all(isinstance(value, str) for value in placed.values()):
         raise ValueError(f"{folder / _INDEX}: weight_map must map tensor names to file names")
-    files: dict[str, _File] = {}
-    for file_name in dict.fromkeys(placed.values()):
-        # A plain name only: an index may come from anywhere and must not reach outside its directory.
+    file_names = list(dict.fromkeys(placed.values()))
+    for file_name in file_names:
+        # Plain names only: an index may come from anywhere and must not reach outside its directory.
         if not _PLAIN_NAME.fullmatch(file_name):
             raise ValueError(f"{folder / _INDEX} points outside its directory: {file_name!r}")
+    files: dict[str, _File] = {}
+    for file_name in file_names:
         file = _open(folder / file_name, stack)
         for name in file.handle.keys():  # noqa: SIM118 - not a dict
             if placed.get(name) != file_name:

@@ -56,7 +56,7 @@ def generate(
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, cache.length :].to(device)
             hidden = model.model(tokens[:, cache.length :], positions, mask, cache=cache)
             logits = model.lm_head(hidden[:, -1:])[:, 0]
-            chosen = _choose(logits, temperature, top_k, top_p, generator).masked_fill(finished, pad_id)
+            chosen = choose_token(logits, temperature, top_k, top_p, generator).masked_fill(finished, pad_id)
             tokens = torch.cat((tokens, chosen[:, None]), 1)
             # A finished row goes on as padding: its tokens visit no expert.
             mask = torch.cat((mask, (~finished).long().cpu()[:, None]), 1)
@@ -107,7 +107,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _choose(
+def choose_token(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
     """The next token of each row, ``[B]``."""
