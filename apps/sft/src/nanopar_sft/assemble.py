@@ -42,7 +42,7 @@ def training_rows(config: Config) -> list[Row]:
 
 
 def held_back_rows(config: Config) -> list[Row]:
-    """The rows to evaluate on while training; none where ``data`` is a file or names its split and eval_data is unset."""
+    """The rows to evaluate on while training: ``eval_data``, else the test split of ``data`` where it has one."""
     if config.eval_data is None and (config.data.endswith(FILE_ENDINGS) or ":" in config.data):
         return []
     return test_rows(config)
@@ -164,7 +164,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(config: Config, model: nn.Module, axis: Axis) -> zero.ZeroOptimizer:
-    """Data parallelism over ``axis`` with fused AdamW; gradients are summed, since the loss is a share of the step's."""
+    """Data parallelism over ``axis`` with fused AdamW; gradients are summed: each loss is a share of the step's."""
     policy = zero.PrecisionPolicy(param_dtype=torch.bfloat16) if config.precision == "bf16" else None
     return zero.shard(
         model,

@@ -1,6 +1,6 @@
 """The command ``data``: some rows as tokens with their loss mask, and what a training run would read."""
 
-import rich
+from rich.console import Console
 from rich.table import Table
 
 from nanopar_sft import answers, assemble
@@ -11,13 +11,14 @@ from nanopar_sft.show import render
 
 def run(config: Config) -> None:
     """Print ``config.show`` rows, then counts."""
+    console = Console(soft_wrap=True)
     chat = assemble.load_chat(config)
     rows = assemble.training_rows(config)
     encoded = chat.encode(rows, config.seq_len)
     for number, example in enumerate(encoded.examples[: config.show], start=1):
-        rich.print(f"row {number}: {len(example.input_ids)} tokens, {example.label_count} learned")
-        rich.print(render(example, chat.tokenizer))
-        rich.print()
+        console.print(f"row {number}: {len(example.input_ids)} tokens, {example.label_count} learned")
+        console.print(render(example, chat.tokenizer))
+        console.print()
     lengths = [len(example.input_ids) for example in encoded.examples]
     learned = sum(example.label_count for example in encoded.examples)
     table = Table(show_header=False, box=None)
@@ -30,4 +31,4 @@ def run(config: Config) -> None:
     if held_back := assemble.held_back_rows(config):
         share = answers.commonest_answer_share([row.answer for row in held_back])
         table.add_row("held-back rows", f"{len(held_back):,}; the commonest answer is right on {share:.1%}")
-    rich.print(table)
+    console.print(table)

@@ -101,7 +101,7 @@ class Reporter:
                 self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
 
     def evaluation(self, step: int, strict: int, flexible: int, total: int, loss: float) -> None:
-        """Show and record an evaluation after `step` steps: right answers out of `total`, read in two ways, and loss."""
+        """Show and record an evaluation after `step` steps: right answers of `total`, read in two ways, and loss."""
         if not self._enabled:
             return
         self._evaluations.write(Evaluation(step, strict, flexible, total, loss).as_json())
