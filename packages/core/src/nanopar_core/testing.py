@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanopar_core.launch import GRACE_S, PeerFailure, launch
+from nanopar_core.torch_private import LAZY_AND_SLOW
 
 R = TypeVar("R")
 
@@ -45,7 +46,7 @@ def run(world_size: int, fn: Callable[..., R], *args: Any, timeout_s: float = 12
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     call = pickle.dumps((fn, args))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nanopar_core.testing"])
+    context.set_forkserver_preload(["nanopar_core.testing", LAZY_AND_SLOW])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[_Rank] = []
     try:
