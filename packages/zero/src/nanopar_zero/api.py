@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanopar_core import Axis, ParamSpec, as_axis, broadcast
+from nanopar_core import Axis, ParamSpec, all_reduce, as_axis, broadcast
 from nanopar_zero.buckets import Bucket, Reduction
 from nanopar_zero.groups import resolve_groups
-from nanopar_zero.layout import Item, bucket_layouts
+from nanopar_zero.layout import BucketLayout, Item, bucket_layouts
 from nanopar_zero.optimizer import FlatShard, ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
-from nanopar_zero.reducer import OutputHook, Reducer
+from nanopar_zero.reducer import Reducer, is_watched
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -57,7 +58,7 @@ def shard(
 
     Raises:
         ValueError: bad stage or reduce, groups that do not fit the model, no trainable parameters, a parameter on the
-            meta device, specs for unknown parameters.
+            meta device, specs for unknown parameters; on all ranks, where their models differ.
         RuntimeError: the model, or a part of it, is in the hands of another ``ZeroOptimizer``; ``close`` that first.
     """
     if stage != 0:
@@ -83,11 +84,12 @@ def shard(
         Item(name, p.shape, p.element_size(), group_of[name], (p.dtype, p.device, reduction_of(name)))
         for name, p in trainable.items()
     ]
+    plan = [(layout, reduction_of(layout.slots[0].item.name)) for layout in bucket_layouts(items, bucket_bytes)]
+    _check_equal_plans(plan, 1 + len(copies), next(iter(trainable.values())).device)
     buckets = []
-    for layout in bucket_layouts(items, bucket_bytes):
-        members = [trainable[slot.item.name] for slot in layout.slots]
-        bucket = Bucket.build(layout, members, reduction_of(layout.slots[0].item.name), policy)
-        bucket.synchronize_weights(bucket.reduction.axes[: 1 + len(copies)])
+    for layout, reduction in plan:
+        bucket = Bucket.build(layout, [trainable[slot.item.name] for slot in layout.slots], reduction, policy)
+        bucket.synchronize_weights(reduction.axes[: 1 + len(copies)])
         buckets.append(bucket)
     _synchronize_rest(model, (data_axis, *copies), specs or {}, policy)
 
@@ -118,9 +120,30 @@ def _check_model(model: nn.Module, specs: Mapping[str, ParamSpec]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: give it storage and values first")
-    for name, module in model.named_modules():
-        if any(isinstance(hook, OutputHook) for hook in module._forward_hooks.values()):
-            raise RuntimeError(f"{name or 'the model'} is already trained by a ZeroOptimizer: close() that one first")
+        if is_watched(parameter):
+            raise RuntimeError(f"parameter {name} is already trained by a ZeroOptimizer: close() that one first")
+
+
+def _check_equal_plans(plan: Sequence[tuple[BucketLayout, Reduction]], data_axes: int, device: torch.device) -> None:
+    """The ranks of an axis must agree on its buckets: sums of different parameters would go unnoticed.
+
+    Only on the first ``data_axes`` axes of a reduction must names be equal: another stage may name a tied weight anew.
+    """
+    for axis in dict.fromkeys(axis for _, reduction in plan for axis in reduction.axes):
+        parts: list[tuple[object, ...]] = []
+        for layout, reduction in plan:
+            if axis in reduction.axes:
+                named = axis in reduction.axes[:data_axes]
+                parts.append((layout.length, layout.runs))
+                parts += [(s.start, s.item.shape, s.item.itemsize, s.item.name if named else "") for s in layout.slots]
+        digest = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
+        largest = all_reduce(torch.tensor([digest, -digest], device=device), axis, op="max", label="same layout?")
+        if largest.tolist() != [digest, -digest]:
+            raise ValueError(
+                f"the ranks of axis {axis.name} disagree: names, order, shapes and dtypes of trainable parameters, "
+                f"their groups and specs, and bucket_bytes must be the same; rank {axis.rank} has {len(plan)} buckets "
+                f"of {[layout.length for layout, _ in plan]} elements"
+            )
 
 
 def _synchronize_rest(

@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from nanopar_core import Axis, Pending, all_reduce, broadcast
 from nanopar_zero.layout import BucketLayout
@@ -52,7 +53,7 @@ class Reduction:
 
 @dataclass(eq=False)
 class Bucket:
-    """The flat buffers of some parameters. ``slots[i]`` is the gradient view of ``members[i]``."""
+    """The flat buffers of some parameters. ``weights[i]`` and ``slots[i]`` are value and gradient of ``members[i]``."""
 
     layout: BucketLayout
     members: list[nn.Parameter]
@@ -60,6 +61,7 @@ class Bucket:
     parameters: Tensor
     masters: Tensor
     gradients: Tensor
+    weights: list[Tensor]
     slots: list[Tensor]
     versions: list[int]
     state: State = State.COLLECTING
@@ -85,15 +87,16 @@ class Bucket:
             member.data = place.copy_(member.detach())  # frees the old storage at once
         parameters = masters if param_dtype == masters.dtype else masters.to(param_dtype)
         gradients = torch.zeros(layout.length, dtype=reduce_dtype, device=masters.device)
-        slots = []
+        weights, slots = [], []
         for slot, member in zip(layout.slots, members, strict=True):
             here = slice(slot.start, slot.start + slot.numel)
-            member.grad = None
-            member.data = parameters[here].view(member.shape)
-            member.grad_dtype = reduce_dtype
+            weights.append(parameters[here].view(member.shape))
             slots.append(gradients[here].view(member.shape))
+            member.grad = None
+            member.data = weights[-1]
+            member.grad_dtype = reduce_dtype
         versions = [member._version for member in members]
-        return cls(layout, members, reduction, parameters, masters, gradients, slots, versions)
+        return cls(layout, members, reduction, parameters, masters, gradients, weights, slots, versions)
 
     def synchronize_weights(self, axes: tuple[Axis, ...]) -> None:
         """Make all copies equal to that of the first rank of each axis."""
@@ -119,10 +122,11 @@ class Bucket:
                 "this happens with reentrant checkpointing: use torch.utils.checkpoint with use_reentrant=False"
             )
         member, slot = self.members[index], self.slots[index]
-        if member.grad is not None and member.grad is not slot:
-            slot.copy_(member.grad)
-        elif member.grad is None:
+        if member.grad is None:
             slot.zero_()
+        elif member.grad is not slot:
+            gradient = member.grad.detach()  # with create_graph=True it has a history, which the bucket has not
+            slot.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         member.grad = slot
         self.waiting.discard(index)
 
@@ -161,14 +165,31 @@ class Bucket:
 
     def adopt_edits(self, everything: bool = False) -> None:
         """Take weights that were written into the model since the last step (a loaded checkpoint) into the masters."""
-        if self.parameters is self.masters:
-            return
-        for index, (slot, member) in enumerate(zip(self.layout.slots, self.members, strict=True)):
-            if everything or member._version != self.versions[index]:
-                self.masters[slot.start : slot.start + slot.numel].copy_(member.detach().reshape(-1))
+        for index, (slot, member, weight) in enumerate(zip(self.layout.slots, self.members, self.weights, strict=True)):
+            moved = member.data_ptr() != weight.data_ptr()
+            if moved:  # somebody has set p.data
+                if (member.shape, member.dtype, member.device) != (weight.shape, weight.dtype, weight.device):
+                    raise RuntimeError(
+                        f"{slot.item.name} became {member.dtype} {list(member.shape)} on {member.device} after it was "
+                        f"given to shard as {weight.dtype} {list(weight.shape)} on {weight.device}: change it before"
+                    )
+                weight.copy_(member.detach())
+                member.data = weight
+            if self.parameters is self.masters:
+                continue
+            if moved or everything or member._version != self.versions[index]:
+                self.masters[slot.start : slot.start + slot.numel].copy_(weight.view(-1))
                 self.versions[index] = member._version
 
     def publish(self) -> None:
         """Write the masters into the parameters."""
         if self.parameters is not self.masters:
             self.parameters.copy_(self.masters)
+        increment_version(self.members)  # so that autograd refuses a backward pass through the weights before the step
+        self.versions = [member._version for member in self.members]
+
+    def release(self) -> None:
+        """Leave the parameters to themselves: they keep their place in the flat buffer, and drop their gradients."""
+        self.abandon()
+        for member in self.members:
+            member.grad_dtype = member.dtype

@@ -67,12 +67,14 @@ class BucketLayout:
 def bucket_layouts(items: Sequence[Item], bucket_bytes: int) -> list[BucketLayout]:
     """Divide the parameters, given in model order, into buckets in the order in which backward completes them."""
     open_buckets: dict[Hashable, list[Item]] = {}
+    filled: dict[Hashable, int] = {}
     closed: list[list[Item]] = []
     for item in reversed(items):
-        bucket = open_buckets.setdefault(item.key, [])
-        bucket.append(item)
-        if sum(member.shape.numel() * member.itemsize for member in bucket) >= bucket_bytes:
+        open_buckets.setdefault(item.key, []).append(item)
+        filled[item.key] = filled.get(item.key, 0) + item.shape.numel() * item.itemsize
+        if filled[item.key] >= bucket_bytes:
             closed.append(open_buckets.pop(item.key))
+            filled[item.key] = 0
     closed.extend(open_buckets.values())
     return [_place(bucket) for bucket in closed]
 

@@ -61,6 +61,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for shard in self.shards:
                 shard.flat.grad = shard.gradient.to(shard.flat.dtype)
             self.inner.step()
+            for shard in self.shards:
+                shard.flat.grad = None  # of another dtype than the bucket's it would take memory until the next step
             for bucket in self.reducer.buckets:
                 bucket.publish()
         return loss
@@ -107,6 +109,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` gave, in the same layout."""
         self.inner.load_state_dict(state_dict)
         self._share_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not offered, since a new parameter has no bucket: ``close()`` this optimizer and call ``shard`` again."""
+        if hasattr(self, "inner"):  # torch's own constructor adds the first groups by this method
+            raise RuntimeError(
+                "a ZeroOptimizer takes no new parameters: close() it and call shard again with all groups"
+            )
+        super().add_param_group(param_group)
 
     def _share_state(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state

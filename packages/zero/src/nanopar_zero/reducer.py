@@ -10,7 +10,8 @@ no rank waits for a collective that another one skips ("PyTorch Distributed", Li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -19,37 +20,81 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nanopar_zero.buckets import Bucket, State
-from nanopar_zero.torch_private import call_at_end_of_backward, current_backward
+from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, will_accumulate
 
 NO_BACKWARD = -1
 
 
 class OutputHook:
-    """Forward hook of the whole model: lets the reducer know at once when a backward pass through its output begins."""
+    """Forward hook of the whole model: lets the reducer know at once when a backward pass through its output begins.
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer = reducer
+    Holds the reducer weakly, as ``ParameterHooks`` does; in a copy of the model (deepcopy, pickle) it does nothing.
+    """
+
+    def __init__(self, reducer: Reducer | None = None) -> None:
+        self._reducer = None if reducer is None else weakref.ref(reducer)
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Watch every tensor of the output from which a backward pass can start."""
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self.reducer.begin_backward)
+        if self._reducer is not None:
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._backward_begins)
+
+    def __reduce__(self) -> tuple[type[OutputHook], tuple[()]]:
+        return OutputHook, ()
+
+    def _backward_begins(self, _gradient: Tensor) -> None:
+        if self._reducer is not None and (reducer := self._reducer()) is not None:
+            reducer.begin_backward()
+
+
+class ParameterHooks:
+    """The two hooks of one parameter: before and after autograd writes its gradient.
+
+    They hold the reducer weakly: torch keeps hooks where Python's garbage collector does not look, and a cycle through
+    them would keep model and buffers in memory for ever.
+    """
+
+    def __init__(self, reducer: Reducer, bucket: int, index: int) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._bucket = bucket
+        self._index = index
+
+    def gradient_comes(self, _gradient: Tensor) -> None:
+        """Nothing is added to ``p.grad`` yet."""
+        if (reducer := self._reducer()) is not None:
+            reducer.begin_backward()
+
+    def gradient_arrived(self, _parameter: Tensor) -> None:
+        """``p.grad`` has this pass' contribution."""
+        if (reducer := self._reducer()) is not None:
+            reducer.accept(self._bucket, self._index)
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Whether a reducer has its hooks on this parameter."""
+    hooks = (parameter._backward_hooks or {}).values()
+    return any(isinstance(getattr(hook, "__self__", None), ParameterHooks) for hook in hooks)
 
 
 class Reducer:
-    """Watches the backward passes of one model and reduces its buckets."""
+    """Watches the backward passes of one model and reduces its buckets, until it is closed or nobody holds it."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
         self._synchronizing = True
         self._backward = NO_BACKWARD
+        self._nested = False
         self._sent = 0
-        self._handles: list[RemovableHandle] = [model.register_forward_hook(OutputHook(self))]
-        for bucket in self.buckets:
+        handles = [model.register_forward_hook(OutputHook(self))]
+        for number, bucket in enumerate(self.buckets):
             for index, member in enumerate(bucket.members):
-                self._handles.append(member.register_hook(self.begin_backward))
-                self._handles.append(member.register_post_accumulate_grad_hook(self._on_gradient(bucket, index)))
+                hooks = ParameterHooks(self, number, index)
+                handles.append(member.register_hook(hooks.gradient_comes))
+                handles.append(member.register_post_accumulate_grad_hook(hooks.gradient_arrived))
+        self._hooks = weakref.finalize(self, _remove, handles)
+        self._hooks.atexit = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -60,11 +105,14 @@ class Reducer:
         finally:
             self._synchronizing = before
 
-    def begin_backward(self, _gradient: Tensor) -> None:
+    def begin_backward(self) -> None:
         """The first gradient of a pass is on its way, to the model's output or to a parameter; nothing is added yet."""
-        if self._backward != NO_BACKWARD:
+        if self._backward != NO_BACKWARD or not self._hooks.alive:
             return
+        if not any(will_accumulate(member) for bucket in self.buckets for member in bucket.members):
+            return  # torch.autograd.grad, as for a penalty on the gradient: gives gradients away, adds none
         self._backward = current_backward()
+        self._nested = False
         self._sent = 0
         for bucket in self.buckets:
             bucket.expect_gradients()
@@ -83,18 +131,17 @@ class Reducer:
 
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks()
+        for bucket in self.buckets:
+            bucket.release()
 
-    def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        def gradient_arrived(_parameter: Tensor) -> None:
-            bucket.accept(index)
-            # A nested pass (reentrant checkpointing) may bring more for the same parameters: then send at the end.
-            if self._synchronizing and current_backward() == self._backward:
-                self._send_complete_buckets()
-
-        return gradient_arrived
+    def accept(self, number: int, index: int) -> None:
+        """A parameter has its gradient: the bucket that it completes can be sent."""
+        self.buckets[number].accept(index)
+        # Nested passes (reentrant checkpointing) may bring more for the same parameters: then send the rest at the end.
+        self._nested |= current_backward() != self._backward
+        if self._synchronizing and not self._nested:
+            self._send_complete_buckets()
 
     def _send_complete_buckets(self) -> None:
         while self._sent < len(self.buckets) and not self.buckets[self._sent].waiting:
@@ -113,6 +160,11 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.state is State.REDUCING:
                 bucket.finish_reduction()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,9 +1,9 @@
 """Weights and optimizer state under the model's own names, in memory and in checkpoints for any number of ranks.
 
-    checkpoint               what it holds
-    model.<name>             weights and buffers; trained parameters as the masters, in full precision
-    optimizer.<key>.<name>   the optimizer's state of that parameter: exp_avg, exp_avg_sq, step, momentum_buffer, ...
-    checkpoint.json          the parameter groups' options, and what the caller adds
+checkpoint               what it holds
+model.<name>             weights and buffers; trained parameters as the masters, in full precision
+optimizer.<key>.<name>   the optimizer's state of that parameter: exp_avg, exp_avg_sq, step, momentum_buffer, ...
+checkpoint.json          the parameter groups' options, and what the caller adds
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ def load(path: str | Path, model: nn.Module, optimizer: ZeroOptimizer) -> None:
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
     for bucket in optimizer.reducer.buckets:
         bucket.publish()
-        bucket.versions = [member._version for member in bucket.members]
 
 
 def _weights(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
@@ -104,7 +103,7 @@ def _weights(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
         for slot, member in zip(bucket.layout.slots, bucket.members, strict=True):
             masters[id(member)] = bucket.masters[slot.start : slot.start + slot.numel].view(slot.item.shape)
     state = model.state_dict(keep_vars=True)
-    return {name: masters.get(id(value), value.detach()) for name, value in state.items()}
+    return {name: masters.get(id(value), value.detach()) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _slots(shard: FlatShard) -> list[Slot]:

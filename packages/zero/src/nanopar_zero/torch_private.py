@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 
 def current_backward() -> int:
     """Number of the backward pass running in this thread (a nested one under reentrant checkpointing), or -1."""
     return torch._C._current_graph_task_id()
+
+
+def will_accumulate(parameter: nn.Parameter) -> bool:
+    """Whether the running pass writes ``parameter.grad`` if it reaches it: not so in ``torch.autograd.grad``."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # autograd.grad with respect to this very parameter
+        return False
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
