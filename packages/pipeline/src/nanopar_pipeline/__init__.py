@@ -1,1 +1,6 @@
-"""Pipeline parallelism: schedules as data, one executor."""
+"""Pipeline parallelism: schedules as data, one executor.
+
+Nothing is here yet. What is planned: ``split``, ``schedules`` and ``Runner``.
+"""
+
+__all__: list[str] = []

@@ -1,1 +1,6 @@
-"""Tensor, sequence and context parallelism."""
+"""Tensor, sequence and context parallelism.
+
+Nothing is here yet. What is planned: ``parallelize(model, plan, axis)`` for any Hugging Face tensor-parallel plan.
+"""
+
+__all__: list[str] = []
