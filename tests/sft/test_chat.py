@@ -195,9 +195,9 @@ def test_synthetic_rows_with_the_builtin_tokenizer() -> None:
 def test_an_example_is_shown_with_its_mask(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = builtin_tokenizer()
     ids = np.array(tokenizer("<|user|>\nMia has 12 cards.<|end|>\n<|assistant|>\n3\n#### 7<|end|>").input_ids, np.int32)
-    labels = np.where(np.arange(len(ids)) >= 9, ids, -100).astype(np.int32)
+    labels = np.where(np.arange(len(ids)) >= 8, ids, -100).astype(np.int32)
     text = render(Example(ids, labels), tokenizer)
-    assert text.plain == "<|user|>|Mia| has| 1|2| cards|.|<|end|>|<|assistant|>|[[3|\\n\n|####| 7|<|end|>]]"
+    assert text.plain == "<|user|>|Mia| has| 12| cards|.|<|end|>|<|assistant|>|[[3|\\n\n|####| 7|<|end|>]]"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert (styles["Mia"], styles["3"]) == ("dim", "bold green")
     Console(width=200).print(text)

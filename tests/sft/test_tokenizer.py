@@ -21,8 +21,10 @@ def texts() -> list[str]:
 
 
 def test_tokens_of_a_problem() -> None:
-    ids = TOKENIZER("Mia has 34 cards.\n#### 34").input_ids
-    assert TOKENIZER.convert_ids_to_tokens(ids) == ["Mia", "has", "3", "4", "cards", ".", "\n", "####", "3", "4"]
+    ids = TOKENIZER("Mia has 134 cards.\n#### 34, 05").input_ids
+    assert TOKENIZER.convert_ids_to_tokens(ids) == [
+        *"Mia has 13 4 cards . | #### 34 , 05".replace("|", "\n").split(" ")
+    ]
 
 
 def test_every_problem_comes_back_exactly_and_without_unknown_words() -> None:
@@ -33,7 +35,7 @@ def test_every_problem_comes_back_exactly_and_without_unknown_words() -> None:
 
 
 def test_vocabulary_is_small_and_ids_are_dense() -> None:
-    assert len(TOKENIZER) <= 64
+    assert len(TOKENIZER) <= 192
     assert sorted(TOKENIZER.get_vocab().values()) == list(range(len(TOKENIZER)))
 
 

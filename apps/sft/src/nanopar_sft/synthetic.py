@@ -49,21 +49,25 @@ class Difficulty:
     """How hard the problems are.
 
     Attributes:
-        operands: smallest and largest number in a question.
-        largest_result: no step's result exceeds it; every result is at least 1.
+        operands: smallest and largest number in a question. A step's result is at least 1, and at most twice the
+            largest operand.
         step_shares: expected shares of problems with one, two and three steps.
     """
 
     operands: tuple[int, int] = (2, 20)
-    largest_result: int = 100
     step_shares: tuple[float, float, float] = (0.5, 0.4, 0.1)
 
     def __post_init__(self) -> None:
         low, high = self.operands
         if not 2 <= low <= high:
             raise InputError(f"operands {low} to {high}: the range must be ascending and start at 2 or more")
-        if any(share < 0 for share in self.step_shares) or abs(sum(self.step_shares) - 1) > 1e-9:
+        if min(self.step_shares) < -1e-9 or abs(sum(self.step_shares) - 1) > 1e-9:
             raise InputError(f"step_shares {self.step_shares}: three shares of at least 0 must sum to 1")
+
+    @property
+    def largest_result(self) -> int:
+        """The bound on every step's result."""
+        return 2 * self.operands[1]
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def make_problem(split: str, index: int, *, seed: int, difficulty: Difficulty | 
         problem = _draw_problem(rng, steps, difficulty)
         if problem is not None and split_of(problem.arithmetic) == split:
             return problem
-    raise InputError(f"{difficulty} leaves no {steps}-step problem for the {split} split: widen operands or results")
+    raise InputError(f"{difficulty} leaves no {steps}-step problem for the {split} split: widen the operands")
 
 
 def split_of(arithmetic: str) -> str:

@@ -1,11 +1,12 @@
 r"""Tokenizers: the built-in one for the synthetic data, and any Hugging Face one by directory or hub id.
 
-The built-in vocabulary is the words of ``synthetic``, the ten digits and a few signs:
+The built-in vocabulary is the words of ``synthetic``, the numbers of one and two digits and a few signs:
 
-    "Mia has 34 cards.\n#### 34"  ->  Mia  has  3  4  cards  .  \n  ####  3  4
+    "Mia has 134 cards.\n#### 34"  ->  Mia  has  13  4  cards  .  \n  ####  34
 
-Spaces cost no tokens. They are put back by rule when decoding: one between two tokens, none between digits, before
-".", "?" and ",", or beside a line break. Every synthetic problem comes back exactly; other text comes back up to its
+Sums of whole numbers are learned in fewer steps than sums of single digits: there is no carry. Spaces cost no tokens.
+They are put back by rule when decoding: one between two tokens, none between numbers, before ".", "?" and ",", or beside
+a line break. Every synthetic problem comes back exactly; other text comes back up to its
 spacing, with ``<unk>`` for unknown words. It is an ordinary ``tokenizer.json``, so that a saved model needs nothing
 of nanopar to be used.
 """
@@ -19,6 +20,7 @@ from nanopar_sft import synthetic
 from nanopar_sft.errors import InputError
 
 BUILTIN = "builtin"
+NUMBERS = (*map(str, range(100)), *(f"0{digit}" for digit in range(10)))
 MARKS = (".", "?", ",", "+", "-", "*", "/", "=", "####", "\n")
 
 # As Phi-3 and Phi-MoE write a conversation; a role token swallows the line break behind it.
@@ -61,10 +63,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
 def builtin_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of the synthetic problems; equal on every machine, since only ``synthetic`` shapes it."""
     special = ["<|endoftext|>", "<unk>", *PHI_TOKENS]
-    vocabulary = [*special, *MARKS, *"0123456789", *synthetic.words()]
+    vocabulary = [*special, *MARKS, *NUMBERS, *synthetic.words()]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
     # Each match is one token and spaces are dropped; a run of other characters is one unknown word.
-    pieces = r"[0-9]|[A-Za-z]+|####|\n|[^\sA-Za-z0-9]"
+    pieces = r"[0-9]{1,2}|[A-Za-z]+|####|\n|[^\sA-Za-z0-9]"
     tokenizer.normalizer = normalizers.Replace(Regex(r"[^\S\n]+"), " ")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
