@@ -3,6 +3,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+
 from nanopar_sft.answers import commonest_answer_share, flexible_answer, reference_answer, score, strict_answer
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from nanopar_sft.batches import Batches, check_divisible, collate
 from nanopar_sft.chat import Chat, Example
 from nanopar_sft.errors import InputError

@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from nanopar_sft.chat import Chat, Example
 from nanopar_sft.errors import InputError
 from nanopar_sft.rows import Message, Row, load_rows
 from nanopar_sft.show import render
 from nanopar_sft.tokenizer import PHI_TEMPLATE, builtin_tokenizer, load_tokenizer
-from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")

@@ -4,6 +4,7 @@ from typing import Any
 
 import datasets
 import pytest
+
 from nanopar_sft.errors import InputError
 from nanopar_sft.rows import Message, Row, load_rows, to_row
 

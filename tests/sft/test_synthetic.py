@@ -3,6 +3,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
+
 from nanopar_sft.answers import commonest_answer_share, strict_answer
 from nanopar_sft.errors import InputError
 from nanopar_sft.synthetic import Difficulty, Problem, make_problem, make_problems, split_of, words

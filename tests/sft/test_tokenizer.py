@@ -4,12 +4,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
 from nanopar_sft.errors import InputError
 from nanopar_sft.rows import CALCULATOR_MARK
 from nanopar_sft.synthetic import make_problems
 from nanopar_sft.tokenizer import builtin_tokenizer, load_tokenizer
-from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 PHI = Path(__file__).parents[2].parent / "shared" / "data" / "phi3_tokenizer"
 TOKENIZER = builtin_tokenizer()

@@ -5,8 +5,8 @@ The built-in vocabulary is the words of ``synthetic``, the numbers of one and tw
     "Mia has 134 cards.\n#### 34"  ->  Mia  has  13  4  cards  .  \n  ####  34
 
 Sums of whole numbers are learned in fewer steps than sums of single digits: there is no carry. Spaces cost no tokens.
-They are put back by rule when decoding: one between two tokens, none between numbers, before ".", "?" and ",", or beside
-a line break. Every synthetic problem comes back exactly; other text comes back up to its
+They are put back by rule when decoding: one between two tokens, none between numbers, before ".", "?" and ",", or
+beside a line break. Every synthetic problem comes back exactly; other text comes back up to its
 spacing, with ``<unk>`` for unknown words. It is an ordinary ``tokenizer.json``, so that a saved model needs nothing
 of nanopar to be used.
 """
