@@ -81,7 +81,7 @@ def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None
         if alarm is not None and error.code not in (0, None):
             alarm.sound(f"it exited with status {error.code}")
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if alarm is not None and not alarm.sound(_summary(error)):
             message = f"rank {world.rank} stops because {alarm.reason()}"
             print(message, file=sys.stderr, flush=True)
