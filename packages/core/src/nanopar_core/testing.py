@@ -9,6 +9,7 @@ rank that fails decides: its error is raised in the parent, the others are ended
 from __future__ import annotations
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -231,7 +232,8 @@ def assert_parity(
 
     Both are dictionaries (nested, of tensors, numbers and lists of these) with the same keys, as ``train_plainly``
     returns them. A tensor deviates when its largest absolute difference exceeds ``rtol`` times the largest absolute
-    value of the reference tensor, or ``rtol * floor`` where that is larger (values that should be near zero).
+    value of the reference tensor, or ``rtol * floor`` where that is larger (values that should be near zero). What is
+    not finite never agrees.
 
     Args:
         rtol: by default 1e-9 for float64 tensors and 1e-5 for others; numbers are compared as tensors of the widest
@@ -243,14 +245,14 @@ def assert_parity(
     problems = [f"missing: {name}" for name in ours if name not in theirs]
     problems += [f"unexpected: {name}" for name in theirs if name not in ours]
     for name in ours.keys() & theirs.keys():
-        expected, actual = torch.as_tensor(ours[name]), torch.as_tensor(theirs[name])
+        expected, actual = _as_tensor(ours[name]), _as_tensor(theirs[name])
         if expected.shape != actual.shape:
             problems.append(f"{name}: shape {list(actual.shape)} instead of {list(expected.shape)}")
             continue
         dtype = expected.dtype if isinstance(ours[name], Tensor) else of_numbers
         limit = TOLERANCE.get(dtype, 1e-5) if rtol is None else rtol
         difference, size = _largest(actual.double() - expected.double()), _largest(expected.double())
-        if not difference <= limit * max(size, floor):  # also true for NaN
+        if not difference <= limit * max(size, floor) < math.inf:  # also true for NaN
             problems.append(f"{name}: differs by {difference:.3e}, largest value {size:.3e}, tolerance {limit:.0e}")
     if problems:
         raise AssertionError(f"{len(problems)} differences from the reference:\n  " + "\n  ".join(sorted(problems)))
@@ -265,6 +267,10 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
             yield from _leaves(f"{prefix}[{index}]", inner)
     else:
         yield prefix, value
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _largest(tensor: Tensor) -> float:
