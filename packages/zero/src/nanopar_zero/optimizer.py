@@ -74,13 +74,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients by one factor so that their global norm is at most ``max_norm``.
 
+        Gradients with a norm that is not finite are left as they are: skip that step.
+
         Returns:
             the global norm before clipping, a 0-dim tensor equal on all ranks; no host sync.
         """
         self.reducer.reduce_now()
         buckets = self.reducer.buckets
         norm = global_norm((bucket.gradients, bucket.reduction.shard_axes) for bucket in buckets)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # A norm that is not finite must not reach the buckets: it would turn their padding into NaN for good.
+        factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for bucket in buckets:
             bucket.gradients.mul_(factor.to(bucket.gradients.dtype))
         return norm

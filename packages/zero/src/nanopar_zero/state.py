@@ -51,7 +51,7 @@ def save(
         along = value.shape == shard.flat.shape
         elementwise |= {key} if along else set()
         for slot in _slots(shard):  # what a flat shard has only once (a step count) is repeated for each parameter
-            tensors[f"optimizer.{key}.{slot.item.name}"] = _part(value, shard, slot) if along else value
+            tensors[f"optimizer.{key}.{slot.item.name}"] = _part(value, shard, slot) if along else value.clone()
     groups = [{key: value for key, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
     keys = sorted({key for key, _, _ in _optimizer_state(optimizer)})
     about = {"groups": groups, "state": keys, "elementwise": sorted(elementwise)}
