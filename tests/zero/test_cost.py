@@ -1,0 +1,124 @@
+"""What a step sends, and when."""
+
+import pytest
+import torch
+from tests.zero.cases import mlp
+from torch import nn
+
+import nanopar_core as core
+import nanopar_zero as zero
+from nanopar_core.testing import run
+
+# Of mlp: weights and biases of 7 x 15, 15 x 9 and 9 x 3, each padded to a multiple of 32 elements of 8 bytes.
+PADDED = [128, 32, 160, 32, 32, 32]
+TOTAL_BYTES = 8 * sum(PADDED)
+
+
+def sgd(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def prepare(bucket_bytes: int) -> tuple[nn.Module, zero.ZeroOptimizer, torch.Tensor]:
+    axis = core.Mesh(dp=torch.distributed.get_world_size()).dp
+    torch.manual_seed(0)
+    model = mlp().double()
+    optimizer = zero.shard(model, sgd, axis=axis, stage=0, bucket_bytes=bucket_bytes)
+    return model, optimizer, torch.randn(4, 7, dtype=torch.float64)
+
+
+def records_of_steps(bucket_bytes: int) -> dict[str, list[tuple[str, str, int]]]:
+    model, optimizer, x = prepare(bucket_bytes)
+    found = {}
+    with core.ledger() as book:
+
+        def note(name: str) -> None:
+            found[name] = [(record.op, record.label, record.bytes) for record in book.records]
+            book.clear()
+
+        model(x).sum().backward()
+        note("backward")
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        note("the rest of the step")
+        with optimizer.no_sync():
+            model(x).sum().backward()
+            model(x).sum().backward()
+        note("no_sync")
+        model(x).sum().backward()
+        note("the last micro-batch")
+        with optimizer.no_sync():
+            model(x).sum().backward()
+        note("no_sync again")
+        optimizer.step()
+        note("step with unreduced gradients")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_byte_is_sent_once_per_step(ranks: int) -> None:
+    for bucket_bytes, lengths in [(10**6, [sum(PADDED)]), (1, PADDED[::-1]), (1000, [32 + 32 + 32 + 160, 32 + 128])]:
+        reduced = [("all_reduce", "gradients", 2 * 8 * length * (ranks - 1) // ranks) for length in lengths]
+        assert sum(size for _, _, size in reduced) == 2 * TOTAL_BYTES * (ranks - 1) // ranks
+        for found in run(ranks, records_of_steps, bucket_bytes):
+            assert sorted(found["backward"]) == sorted(reduced)
+            assert found["the last micro-batch"] == found["backward"]
+            assert found["step with unreduced gradients"] == found["backward"]
+            assert not found["the rest of the step"]  # the norm needs no collective: every rank has all gradients
+            assert not found["no_sync"]
+            assert not found["no_sync again"]
+
+
+def events_of_backward() -> list[str]:
+    model, _optimizer, x = prepare(bucket_bytes=1)
+    events = []
+    with core.ledger() as book:
+
+        def sent_so_far(name: str) -> None:
+            events.append(f"{name}: {len(book.records)} sent")
+
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda _gradient, name=name: sent_so_far(f"gradient of {name} comes"))
+        model(x).sum().backward()
+        sent_so_far("end")
+    return events
+
+
+def test_buckets_are_sent_while_backward_still_runs() -> None:
+    names = [f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
+    for events in run(2, events_of_backward):
+        assert events[-1] == "end: 6 sent"
+        sent = {event.split()[2]: int(event.split()[4]) for event in events[:-1]}
+        assert sorted(sent) == sorted(names)
+        # Linear's bias may come before or after its weight; all of the layers above have been sent by then.
+        assert min(sent["0.weight"], sent["0.bias"]) >= 4
+        assert min(sent["2.weight"], sent["2.bias"]) >= 2
+
+
+def first_records_with_one_layer_unused() -> list[int]:
+    model, _optimizer, x = prepare(bucket_bytes=1)
+    with core.ledger() as book:
+        rank = torch.distributed.get_rank()
+        (model[:4](x) if rank else model(x)).sum().backward()
+    return [record.bytes for record in book.records]
+
+
+def test_the_order_is_that_of_the_layout_whatever_a_rank_uses() -> None:
+    first, second = run(2, first_records_with_one_layer_unused)
+    assert first == second
+    assert first == [8 * length for length in (32, 32, 32, 160, 32, 128)]
+
+
+def copies_in_a_step() -> tuple[bool, bool, int]:
+    """Whether gradients and weights are the buffers themselves, and how many bytes the buffers have per weight byte."""
+    model, optimizer, x = prepare(bucket_bytes=10**6)
+    (bucket,) = optimizer.reducer.buckets
+    model(x).sum().backward()
+    views = all(p.grad.untyped_storage().data_ptr() == bucket.gradients.data_ptr() for p in model.parameters())
+    weights = all(p.untyped_storage().data_ptr() == bucket.masters.data_ptr() for p in model.parameters())
+    stored = {t.untyped_storage().data_ptr(): t.nbytes for t in (bucket.parameters, bucket.masters, bucket.gradients)}
+    return views, weights, sum(stored.values())
+
+
+def test_memory_is_one_buffer_of_weights_and_one_of_gradients() -> None:
+    assert run(1, copies_in_a_step) == [(True, True, 2 * TOTAL_BYTES)]

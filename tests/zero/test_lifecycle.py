@@ -1,0 +1,345 @@
+"""From ``shard`` to ``close``: what is synchronised, refused, freed, copied, and survives an error."""
+
+import copy
+import ctypes
+import gc
+import io
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.zero.cases import Case, batches, build, mlp, on_this_rank, reference, train
+from torch import nn
+
+import nanopar_core as core
+import nanopar_zero as zero
+from nanopar_core.testing import assert_parity, run
+from nanopar_zero.buckets import Bucket
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def shard(model: nn.Module, **more: Any) -> zero.ZeroOptimizer:
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return zero.shard(model, sgd, **{"axis": core.Mesh(dp=size).dp, "stage": 0, "bucket_bytes": 500, **more})
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return mlp().double()
+
+
+X = torch.ones(4, 7).double()
+
+
+# ------------------------------------------------------------------------------------------------- at the start
+
+
+class Assorted(nn.Module):
+    """Trainable and frozen parameters and buffers of many kinds, different on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.trained = nn.Linear(7, 3)
+        self.frozen = nn.Parameter(torch.randn(4, 6)[:, ::2], requires_grad=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.num_batches_tracked.fill_(rank)
+        self.register_buffer("mask", torch.tensor([rank == 0, True]))
+        self.register_buffer("turned", torch.randn(3, 5).t())
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("scalar", torch.tensor(float(rank)), persistent=False)
+        self.norm.running_mean.normal_()
+
+
+def everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def synchronised() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[tuple[int, ...]]]:
+    model = Assorted(torch.distributed.get_rank())
+    before = everything(model)
+    shard(model)
+    return before, everything(model), [model.frozen.stride(), model.turned.stride()]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_start_from_the_first_ones_weights_and_buffers(ranks: int) -> None:
+    results = run(ranks, synchronised)
+    before = results[0][0]
+    assert not torch.equal(results[1][0]["turned"], before["turned"])
+    for _, after, strides in results:
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            assert torch.equal(after[name], value), name
+            assert after[name].dtype == value.dtype
+        assert strides == [(6, 2), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage=4 is not available"),
+        ({"reduce": "average"}, 'reduce must be "mean" or "sum", not \'average\''),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, not 0"),
+        ({"specs": {"7.weight": core.ParamSpec()}}, r"specs name 7\.weight, which is not a parameter"),
+        ({"axis": 3}, "an axis is an Axis, a one-dimensional DeviceMesh or a process group"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match=message):
+        shard(model, **options)
+    shard(model)
+
+
+def test_models_that_cannot_be_trained() -> None:
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        shard(mlp().requires_grad_(False))
+    with torch.device("meta"):
+        model = mlp()
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is on the meta device"):
+        shard(model)
+
+
+def models_differ(how: str) -> None:
+    odd = torch.distributed.get_rank() == 1
+    if how == "shapes":  # of one length when padded, so that no collective would complain
+        shard(nn.Linear(3, 4 + odd))
+    elif how == "order":
+        layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+        shard(nn.ModuleDict(dict(sorted(layers.items(), reverse=odd))))
+    elif how == "frozen":
+        shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(not odd)))
+    elif how == "groups":
+        names = ["*.weight", "*.bias"]
+        shard(mlp(), groups=[{"params": name} for name in (reversed(names) if odd else names)])
+    elif how == "bucket_bytes":
+        shard(mlp(), bucket_bytes=100 + 900 * odd)
+
+
+@pytest.mark.parametrize("how", ["shapes", "order", "frozen", "groups", "bucket_bytes"])
+def test_ranks_with_different_models_are_refused(how: str) -> None:
+    with pytest.raises(ValueError, match="the ranks of axis dp disagree: names, order, shapes"):
+        run(2, models_differ, how, timeout_s=60)
+
+
+# ---------------------------------------------------------------------------------------------------- at the end
+
+
+def test_a_parameter_is_trained_by_one_optimizer_at_a_time() -> None:
+    model = model_of()
+    optimizer = shard(model)
+    for part in (model, model[0], nn.Sequential(nn.Linear(2, 2).double(), model[2])):
+        with pytest.raises(RuntimeError, match=r"weight is already trained by a ZeroOptimizer: close\(\) that one"):
+            shard(part)
+    optimizer.close()
+    optimizer.close()
+    again = shard(model)
+    del again  # as good as closed
+    gc.collect()
+    shard(model)
+
+
+def again_after_close(case: Case) -> dict[str, Any]:
+    axis = core.Mesh(dp=2).dp
+    model = build(case)
+    first = zero.shard(model, sgd, axis=axis, stage=0)
+    pending = model(X)
+    first.close()
+    with core.ledger() as book:
+        pending.sum().backward()
+        model(X).sum().backward()
+    assert not book.records, "a closed optimizer must not send"
+    second = zero.shard(model, sgd, axis=axis, stage=0, bucket_bytes=100)
+    assert all(p.grad is None for p in model.parameters())
+    return train(model, second, case, axis)
+
+
+def test_a_model_can_be_sharded_again_after_close() -> None:
+    case = Case(micro_batches=2)
+    for result in run(2, again_after_close, case):
+        assert_parity(reference(case), result)
+
+
+def ten_lives() -> tuple[list[bool], int]:
+    """Ten models of a million parameters, one after the other: is the last one freed; MiB gained since the third."""
+    resident = []
+    for _ in range(10):
+        model = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 1000))
+        optimizer = zero.shard(
+            model, lambda g: torch.optim.Adam(g), axis=core.Mesh(dp=2).dp, stage=0, bucket_bytes=2**20
+        )
+        for _ in range(2):
+            model(torch.ones(2, 1000)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        watched: list[Callable[[], object]] = [
+            weakref.ref(thing) for thing in (model, optimizer, optimizer.reducer, model[0].weight)
+        ]
+        watched.append(weakref.ref(optimizer.reducer.buckets[0].gradients))
+        del model, optimizer
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/statm") as file:
+            resident.append(int(file.read().split()[1]) * 4096 // 2**20)
+    return [reference() is None for reference in watched], resident[9] - resident[2]
+
+
+def test_ten_optimizers_in_one_process_leave_nothing_behind() -> None:
+    for freed, growth_mib in run(2, ten_lives):
+        assert freed == [True] * 5
+        assert growth_mib < 8, "one life takes 16 MiB and more"
+
+
+# -------------------------------------------------------------------------------------------------------- copies
+
+
+def test_a_copy_of_the_model_is_a_plain_model() -> None:
+    model = model_of()
+    optimizer = shard(model)
+    model(X).sum().backward()
+    expected = model[0].weight.grad.clone()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twins = [copy.deepcopy(model), torch.load(file, weights_only=False), torch.optim.swa_utils.AveragedModel(model)]
+    for twin in twins:
+        with core.ledger() as book:
+            twin(X).sum().backward()
+        assert not book.records
+        torch.testing.assert_close(next(twin.parameters()).grad, expected)
+        assert torch.equal(model[0].weight.grad, expected)
+        own = shard(twin)
+        own.close()
+    optimizer.step()
+
+
+def test_returning_a_parameter_does_not_pile_up_hooks() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * self.scale, self.scale
+
+    model = Scaled()
+    shard(model)
+    before = len(model.scale._backward_hooks or {})
+    for _ in range(5):
+        model(X)
+    assert len(model.scale._backward_hooks or {}) == before
+
+
+# -------------------------------------------------------------------------------------------------------- errors
+
+
+class FailsOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("backward fails")
+
+
+class Fragile(nn.Module):
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+        self.fail_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner[:2](x)
+        if self.fail_in == "backward":
+            x = FailsOnce.apply(x)
+        x = self.inner[2:](x)
+        if self.fail_in == "forward":
+            raise ArithmeticError("forward fails")
+        return x
+
+
+def usable_after_errors(case: Case) -> dict[str, Any]:
+    axis = core.Mesh(dp=2).dp
+    model = Fragile(build(case))
+    optimizer = zero.shard(model, sgd, axis=axis, stage=0, bucket_bytes=case.bucket_bytes)
+    (x, _), *_ = batches(case)[0]
+    for place in ("forward", "backward", "backward"):
+        model.fail_in = place
+        with pytest.raises(ArithmeticError, match=place):
+            model(x).sum().backward()
+        model.fail_in = ""
+        optimizer.zero_grad()
+    result = train(model.inner, optimizer, case, axis)
+    with pytest.raises(ZeroDivisionError), optimizer.no_sync():
+        raise ZeroDivisionError
+    with core.ledger() as book:
+        model(x).sum().backward()
+    assert book.records, "no_sync must end with its block, also by an exception"
+    return result
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+def test_zero_grad_after_an_error_makes_everything_usable_again(bucket_bytes: int) -> None:
+    case = Case(bucket_bytes=bucket_bytes)
+    for result in run(2, usable_after_errors, case):
+        assert_parity(reference(case), result)
+
+
+def one_rank_fails_in_backward() -> None:
+    model = Fragile(model_of())
+    optimizer = shard(model, bucket_bytes=1)
+    if torch.distributed.get_rank() == 1:
+        model.fail_in = "backward"
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def test_one_rank_that_fails_ends_all_quickly() -> None:
+    start = time.monotonic()
+    with pytest.raises(ArithmeticError, match="backward fails"):
+        run(2, one_rank_fails_in_backward, timeout_s=60)
+    assert time.monotonic() - start < 30
+
+
+def a_bucket_sent_too_early() -> None:
+    """One weight used both directly and in a segment that reentrant recomputation differentiates later."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = shard(model)
+    start = torch.ones(2, 4, requires_grad=True)
+    hidden = torch.utils.checkpoint.checkpoint(model, start, use_reentrant=True)
+    model(hidden).sum().backward()
+    optimizer.step()
+
+
+def test_what_reentrant_recomputation_cannot_do_is_said() -> None:
+    with pytest.raises(RuntimeError, match=r"weight received a gradient after its bucket was .*use_reentrant=False"):
+        run(2, a_bucket_sent_too_early, timeout_s=60)
+
+
+def a_pass_with_all_gradients_twice(case: Case) -> dict[str, Any]:
+    """Counts how often each bucket is sent in a pass."""
+    sent: list[int] = []
+    real = Bucket.start_reduction
+
+    def start_reduction(bucket: Bucket) -> None:
+        sent.append(id(bucket))
+        real(bucket)
+
+    Bucket.start_reduction = start_reduction  # type: ignore[method-assign]
+    on_this_rank(case)
+    return {"times": [sent.count(bucket) for bucket in set(sent)]}
+
+
+@pytest.mark.parametrize("model", ["twice", "twice recomputed", "twice reentrant", "siamese reentrant"])
+def test_no_bucket_is_sent_twice_in_a_pass(model: str) -> None:
+    case = Case(model, bucket_bytes=1, steps=3)
+    for result in run(2, a_pass_with_all_gradients_twice, case):
+        assert result["times"] == [3] * 6

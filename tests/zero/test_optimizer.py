@@ -1,0 +1,264 @@
+"""The returned object is a torch optimizer: schedulers, hooks, closures and states work as users of torch expect."""
+
+import copy
+import io
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.zero.cases import mlp
+from torch import nn
+from torch.optim import lr_scheduler
+
+import nanopar_core as core
+import nanopar_zero as zero
+from nanopar_core.testing import run
+
+X = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)).double()
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return mlp().double()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def shard(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = adamw, **more: Any) -> zero.ZeroOptimizer:
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return zero.shard(model, make, axis=core.Mesh(dp=size).dp, stage=0, bucket_bytes=500, **more)
+
+
+def sgd_of(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda params: torch.optim.SGD(params, lr=lr)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(X).square().mean().backward()
+    optimizer.step()
+
+
+SCHEDULERS = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=8),
+    "warm-up, then cosine": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_learning_rate_schedules_act_as_on_torchs_own(name: str) -> None:
+    plain, model = model_of(), model_of()
+    pairs = [(plain, adamw(plain.parameters())), (model, shard(model))]
+    rates: list[list[Any]] = []
+    for trained, optimizer in pairs:
+        schedule = SCHEDULERS[name](optimizer)
+        rates.append([])
+        for _ in range(5):
+            one_step(trained, optimizer)
+            schedule.step()
+            rates[-1].append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) >= 4
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+
+
+def test_it_is_a_torch_optimizer_that_shares_groups_and_state() -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        made.append(adamw(groups))
+        return made[0]
+
+    model = model_of()
+    optimizer = shard(model, make)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is made[0].param_groups
+    one_step(model, optimizer)
+    assert optimizer.state is made[0].state
+    assert len(optimizer.state) == len(optimizer.reducer.buckets)
+    assert "AdamW" not in repr(optimizer)
+    assert "weight_decay: 0.1" in repr(optimizer)
+
+
+def test_step_hooks_are_called_once_per_step() -> None:
+    model, calls = model_of(), []
+    optimizer = shard(model)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    one_step(model, optimizer)
+    one_step(model, optimizer)
+    assert calls == ["before", "after"] * 2
+
+
+def test_a_closure_recomputes_the_loss_once_with_gradients_on() -> None:
+    plain, model = model_of(), model_of()
+    calls = []
+
+    def closure_for(trained: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = trained(X).square().mean()
+            loss.backward()
+            calls.append(torch.is_grad_enabled())
+            return loss
+
+        return closure
+
+    losses = []
+    for trained, optimizer in ((plain, adamw(plain.parameters())), (model, shard(model))):
+        with torch.no_grad():
+            losses.append([optimizer.step(closure_for(trained, optimizer)).item() for _ in range(3)])
+    assert calls == [True] * 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+
+
+def test_state_dict_continues_bit_for_bit_in_the_same_layout() -> None:
+    model = model_of()
+    optimizer = shard(model)
+    for _ in range(3):
+        one_step(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    optimizer.param_groups[0]["lr"] = 0.02
+    one_step(model, optimizer)
+    file.seek(0)
+    stored = torch.load(file)
+    again = model_of(seed=1)
+    resumed = shard(again)
+    schedule = lr_scheduler.ConstantLR(resumed, factor=1.0)
+    again.load_state_dict(stored["model"])
+    resumed.load_state_dict(stored["optimizer"])
+    assert resumed.param_groups[0]["lr"] == 0.01
+    assert schedule.optimizer.param_groups is resumed.inner.param_groups
+    resumed.param_groups[0]["lr"] = 0.02
+    one_step(again, resumed)
+    for name, value in weights(model).items():
+        assert torch.equal(value, weights(again)[name]), name
+
+
+def test_no_new_parameters_after_the_start() -> None:
+    optimizer = shard(model_of())
+    with pytest.raises(RuntimeError, match="takes no new parameters: close"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 1
+
+
+# ----------------------------------------------------------------------------------- numbers known from other systems
+
+
+class Scalar(nn.Module):
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+
+
+def short_last_window() -> list[float]:
+    """Six micro-batches in windows of four: the caller divides each loss by its window's real length."""
+    model = Scalar()
+    optimizer = shard(model, sgd_of(0.1), reduce="mean")
+    values = []
+    for length in (4, 2):
+        for number in range(length):
+            loss = (model.w - 1.0).square() / 2
+            if number < length - 1:
+                with optimizer.no_sync():
+                    (loss / length).backward()
+            else:
+                (loss / length).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(model.w.item())
+    return values
+
+
+def test_a_short_last_window_counts_by_its_own_length() -> None:
+    for values in run(2, short_last_window):
+        assert values == pytest.approx([0.1, 0.19], rel=1e-12)
+
+
+def four_micro_batches(no_sync: bool) -> list[float]:
+    """Gradients 1, 2, 3, 4 a quarter each: their mean is 2.5 in every step, the first as later ones."""
+    model = Scalar()
+    optimizer = shard(model, sgd_of(1.0))
+    moved = []
+    for _ in range(3):
+        before = model.w.item()
+        for gradient in (1.0, 2.0, 3.0, 4.0):
+            if no_sync:
+                with optimizer.no_sync():
+                    (model.w * gradient / 4).backward()
+            else:
+                (model.w * gradient / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(before - model.w.item())
+    return moved
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+def test_no_micro_batch_is_lost(no_sync: bool) -> None:
+    assert run(2, four_micro_batches, no_sync) == [[2.5] * 3] * 2
+
+
+def clipped(max_norm: float, gradient: tuple[float, ...]) -> tuple[float, list[float], float]:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4).double())])
+    optimizer = shard(model, sgd_of(1.0))
+    (model[0] * torch.tensor(gradient).double()).sum().backward()
+    norm = optimizer.clip_grad_norm_(max_norm)
+    gradients = model[0].grad.tolist()
+    return norm.item(), gradients, optimizer.clip_grad_norm_(math.inf).item()
+
+
+def test_the_norm_is_that_before_clipping() -> None:
+    for norm, gradients, norm_after in run(2, clipped, 1.0, (3.0, 0.0, 0.0, 4.0)):
+        assert norm == 5.0
+        assert gradients == pytest.approx([0.6, 0.0, 0.0, 0.8], rel=1e-6)
+        assert norm_after == pytest.approx(1.0, rel=1e-6)
+    assert run(2, clipped, 10.0, (3.0, 0.0, 0.0, 4.0)) == [(5.0, [3.0, 0.0, 0.0, 4.0], 5.0)] * 2
+    assert run(1, clipped, 1.0, (0.0, 0.0, 0.0, 0.0)) == [(0.0, [0.0] * 4, 0.0)]
+
+
+def test_torchs_own_clipping_works_too() -> None:
+    plain, model = model_of(), model_of()
+    for trained, optimizer in ((plain, adamw(plain.parameters())), (model, shard(model))):
+        trained(X).square().mean().backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 0.01)
+        optimizer.step()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+
+
+def test_a_backward_pass_through_weights_from_before_the_step_is_refused() -> None:
+    model = model_of()
+    optimizer = shard(model)
+    late = model(X).sum()
+    one_step(model, optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+def test_nothing_warns() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = model_of()
+        optimizer = shard(model)
+        schedule = lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        for _ in range(2):
+            one_step(model, optimizer)
+            schedule.step()
+        copy.deepcopy(optimizer.state_dict())
