@@ -43,7 +43,10 @@ _LOCAL_OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.m
 
 @dataclass
 class Pending(Generic[T]):
-    """A collective in flight. It owns every buffer that the collective touches until ``wait()`` returns the result."""
+    """A collective in flight. It owns every buffer that the collective touches until ``wait()`` returns the result.
+
+    Wait for every handle: a message whose handle was dropped may never be sent, and then the other ranks hang.
+    """
 
     result: T
     works: list[dist.Work] = field(default_factory=list)
