@@ -84,6 +84,17 @@ def test_stops_when_all_rows_have(make_pair):
     assert len(seen) == 1 and torch.equal(seen[0], first[:, 0])
 
 
+def test_finished_rows_visit_no_expert(make_pair):
+    ours = make_pair().ours
+    ids, _ = prompts(False)
+    stop = models.generate(ours, ids, max_new_tokens=1)[0].tolist()  # ends row 0 at once
+    seen = []
+    ours.model.layers[0].mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0]))
+    got = models.generate(ours, ids, max_new_tokens=4, stop_ids=stop, pad_id=0)
+    assert got[0].tolist() == [stop[0], 0, 0, 0] and stop[0] not in got[1:]
+    assert seen == [36, 2, 2, 2]
+
+
 def test_modes_and_gradients_are_left_alone(make_pair):
     ours = make_pair(router_noise=True).ours
     ours.train()

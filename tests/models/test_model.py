@@ -119,10 +119,12 @@ def test_a_batch_of_padding_only(model):
     assert all(parameter.grad is not None and (parameter.grad == 0).all() for parameter in model.parameters())
 
 
-def test_packed_documents_do_not_see_each_other(model):
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (3, 2, 1), (7, 1, 2)])
+def test_packed_documents_do_not_see_each_other(model, numbers):
+    """Each document has a number of its own, in any order."""
     a, b, c = tokens(1, 7, 1), tokens(1, 9, 2), tokens(1, 4, 3)
     packed = torch.cat((a, b, c, torch.zeros(1, 2, dtype=torch.long)), 1)
-    documents = torch.tensor([[1] * 7 + [2] * 9 + [3] * 4 + [0] * 2])
+    documents = torch.tensor([[numbers[0]] * 7 + [numbers[1]] * 9 + [numbers[2]] * 4 + [0] * 2])
     positions = torch.cat([torch.arange(n) for n in (7, 9, 4, 2)])[None]
     got = model(packed, attention_mask=documents, position_ids=positions).logits
     want = torch.cat([model(ids).logits for ids in (a, b, c)], 1)

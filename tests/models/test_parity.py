@@ -138,6 +138,11 @@ def test_sliding_window(make_pair, dtype):
         assert (other(tokens(2, 64)).logits - pair.ours(tokens(2, 64)).logits).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("length", [9, 10])
+def test_sequences_as_long_as_the_window_and_one_longer(make_pair, length):
+    compare(make_pair(sliding_window=9), tokens(2, length))
+
+
 def test_sliding_window_with_left_padding(make_pair):
     pair = make_pair(sliding_window=9)
     compare(pair, tokens(3, 26), mask=padding_mask(3, 26, "left"), own_loss=True)

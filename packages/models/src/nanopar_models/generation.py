@@ -58,9 +58,9 @@ def generate(
             logits = model.lm_head(hidden[:, -1:])[:, 0]
             chosen = choose_token(logits, temperature, top_k, top_p, generator).masked_fill(finished, pad_id)
             tokens = torch.cat((tokens, chosen[:, None]), 1)
+            finished = finished | torch.isin(chosen, stops)
             # A finished row goes on as padding: its tokens visit no expert.
             mask = torch.cat((mask, (~finished).long().cpu()[:, None]), 1)
-            finished = finished | torch.isin(chosen, stops)
             if on_token is not None:
                 on_token(chosen)
             if bool(finished.all()):
