@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+
 from nanopar_sft import plot
 from nanopar_sft.errors import InputError
 from nanopar_sft.metrics import StepRecord, read
@@ -64,13 +65,13 @@ def test_a_resumed_run_adds_records_and_the_last_one_counts(tmp_path: Path) -> N
     with Reporter(tmp_path, 4, plot=False) as reporter:
         for step in (1, 2, 3):
             reporter.step(record(step, loss=step))
-        reporter.evaluation(2, 1, 2, 10)
+        reporter.evaluation(2, 1, 2, 10, 0.5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed while writing
     with Reporter(tmp_path, 4, start_step=2, plot=False) as reporter:
         for step in (3, 4):
             reporter.step(record(step, loss=10 * step))
-        reporter.evaluation(4, 5, 6, 10)
+        reporter.evaluation(4, 5, 6, 10, 0.5)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 3, 4]
     assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == [
         (1, 1),
@@ -79,8 +80,8 @@ def test_a_resumed_run_adds_records_and_the_last_one_counts(tmp_path: Path) -> N
         (4, 40),
     ]
     assert lines(tmp_path / "evaluations.jsonl") == [
-        {"step": 2, "strict": 1, "flexible": 2, "total": 10},
-        {"step": 4, "strict": 5, "flexible": 6, "total": 10},
+        {"step": 2, "strict": 1, "flexible": 2, "total": 10, "loss": 0.5},
+        {"step": 4, "strict": 5, "flexible": 6, "total": 10, "loss": 0.5},
     ]
 
 
@@ -88,7 +89,7 @@ def test_a_fresh_run_starts_anew(tmp_path: Path) -> None:
     for _ in range(2):
         with Reporter(tmp_path, 1, plot=False) as reporter:
             reporter.step(record(1))
-            reporter.evaluation(1, 0, 0, 1)
+            reporter.evaluation(1, 0, 0, 1, 0.5)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
     assert len(lines(tmp_path / "evaluations.jsonl")) == 1
 
@@ -97,7 +98,7 @@ def test_other_ranks_report_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     with Reporter(tmp_path / "out", 1, log="tensorboard", enabled=False) as reporter:
         reporter.note("hello")
         reporter.step(record(1))
-        reporter.evaluation(1, 1, 1, 1)
+        reporter.evaluation(1, 1, 1, 1, 0.5)
     assert not (tmp_path / "out").exists()
     assert capsys.readouterr() == ("", "")
 
@@ -107,7 +108,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.C
         reporter.note("routing is [deterministic]")
         for step in range(1, 101):
             reporter.step(record(step, skipped=step == 52))
-        reporter.evaluation(100, 150, 165, 200)
+        reporter.evaluation(100, 150, 165, 200, 0.5)
     printed = capsys.readouterr()
     assert printed.out == ""
     said = printed.err.splitlines()
@@ -116,7 +117,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.C
     assert [line.split()[1] for line in said[2:12]] == [f"{step}/100" for step in range(5, 55, 5)]
     assert said[12] == "step 52: skipped, its gradients were not finite"
     assert said[-2].startswith("step 100/100 ")
-    assert said[-1] == "step 100: exact match 150/200 = 75.0% (last number: 82.5%)"
+    assert said[-1] == "step 100: held-back loss 0.5000, exact match 150/200 = 75.0% (last number: 82.5%)"
     assert len(said) == 1 + 1 + 20 + 1 + 1
 
 
@@ -146,8 +147,8 @@ def test_plot(tmp_path: Path, evaluated: bool) -> None:
         for step in range(1, 101):
             reporter.step(record(step, loss=math.nan if step == 50 else 4 * math.exp(-step / 20)))
         if evaluated:
-            reporter.evaluation(0, 0, 3, 200)
-            reporter.evaluation(100, 180, 190, 200)
+            reporter.evaluation(0, 0, 3, 200, 0.5)
+            reporter.evaluation(100, 180, 190, 200, 0.5)
     picture = tmp_path / "loss.png"
     assert imread(picture).shape[:2] == (675, 1200)
     assert has_color(picture, "tab:blue")
@@ -177,11 +178,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     with Reporter(tmp_path, 2, log="tensorboard", plot=False) as reporter:
         reporter.step(record(1, loss=3.0))
         reporter.step(record(2, loss=2.0))
-        reporter.evaluation(2, 3, 4, 8)
+        reporter.evaluation(2, 3, 4, 8, 0.5)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 3.0), (2, 2.0)]
     assert [(event.step, event.value) for event in events.Scalars("eval/strict")] == [(2, 0.375)]
+    assert [(event.step, event.value) for event in events.Scalars("eval/loss")] == [(2, 0.5)]
 
 
 def test_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
