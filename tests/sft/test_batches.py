@@ -93,21 +93,22 @@ def test_sample_ids_do_not_depend_on_the_layout_and_never_repeat() -> None:
 
 
 def test_a_step_depends_on_the_seed_and_its_number_alone() -> None:
-    walked, fresh = Batches(examples(300), 16, seed=0), Batches(examples(300), 16, seed=0)
+    walked, fresh = Batches(examples(320), 16, seed=0), Batches(examples(320), 16, seed=0)
     everything = [rows_of(walked.batch(step)) for step in range(60)]
     for step in (59, 3, 41, 18):
         assert rows_of(fresh.batch(step)) == everything[step]
-    other = Batches(examples(300), 16, seed=1)
+    other = Batches(examples(320), 16, seed=1)
     assert rows_of(other.batch(0)) != everything[0]
-    first, second = everything[:18], everything[19:37]
-    assert sorted(map(sorted, first)) != sorted(map(sorted, second))  # epochs are shuffled anew
+    first, second = ({frozenset(rows) for rows in everything[epoch : epoch + 20]} for epoch in (0, 20))
+    assert not first & second  # epochs are shuffled anew
 
 
 def test_lengths_come_in_random_order() -> None:
     batches = Batches(examples(3200), 32, seed=0)
-    means = [float(np.mean([len(row.input_ids) for row in batches.batch(step)])) for step in range(90)]
-    assert abs(float(np.corrcoef(range(90), means)[0, 1])) < 0.25
-    assert max(means) - min(means) > 30  # and batches do differ in length
+    means = np.array([np.mean([len(row.input_ids) for row in batches.batch(step)]) for step in range(100)])
+    windows = means.reshape(25, 4)
+    assert (np.ptp(windows, axis=1) > 30).all()  # rows of 5 to 60 tokens: batches do differ in length
+    assert set(windows.argmax(1)) == set(windows.argmin(1)) == {0, 1, 2, 3}
 
 
 def test_padding_of_a_hand_made_batch() -> None:
@@ -161,13 +162,15 @@ def test_little_padding_and_equal_loads_on_gsm8k() -> None:
     rows = load_rows(str(SHARED / "gsm8k" / "train.jsonl"), count=4096)
     found = chat.encode(rows, 512).examples
     batches = Batches(found, 64, seed=0)
-    padding, tokens = 0, [0, 0]
+    padding, padded, real = 0, [0, 0], [0, 0]
     for step in range(batches.steps_in(1)):
         for rank in range(2):
             [micro] = batches.local(step, rank, 2)
             padding += int((~micro.attention_mask).sum())
-            tokens[rank] += micro.input_ids.numel()
+            padded[rank] += micro.input_ids.numel()
+            real[rank] += int(micro.attention_mask.sum())
     unsorted = [collate(found[first : first + 32], range(32)).attention_mask for first in range(0, len(found), 32)]
     waste_unsorted = float(np.mean([1 - float(mask.double().mean()) for mask in unsorted]))
-    assert padding / sum(tokens) < waste_unsorted / 6
-    assert max(tokens) / min(tokens) < 1.02
+    assert padding / sum(padded) < waste_unsorted / 2
+    assert max(real) / min(real) < 1.01
+    assert max(padded) / min(padded) < 1.06  # rank 0 has the longest row of every batch

@@ -2,7 +2,7 @@
 
     epochs     | permutation 0 of all n rows         | permutation 1             | ...    one endless stream
     batches    | b0 | b1 | b2 | b3 | b4 | b5 | b6 | b7 | b8 | b9 | ...                    batch_size rows each
-    windows    [ up to 32 batches of one epoch  ] ^ [ ...
+    windows    [ up to 4 batches of one epoch   ] ^ [ ...
                  sorted by length, cut again,     | holds the end of one epoch and the start of the next
                  order of batches shuffled
 
@@ -11,9 +11,10 @@
     rank 1 computes                          r1 r2    |    r5 r6
 
 The batch of step s depends on (seed, s) alone: any number of ranks or micro-batches works through the same rows, and a
-resumed run asks for the step where it stopped. Rows of similar length share a batch, so padding costs little; the order
-of the lengths over the steps is random. Every epoch holds every row exactly once: after ``steps_in(e)`` steps each row
-has been seen e times, and the rows that fill up the last batch belong to epoch e + 1, which goes on from there.
+resumed run asks for the step where it stopped. Rows of similar length share a batch and, more so, a micro-batch, so
+that padding costs less; the order of the lengths over the steps is random. Every epoch holds every row exactly once:
+after ``steps_in(e)`` steps each row has been seen e times, and the rows that fill up the last batch belong to epoch
+e + 1, which goes on from there.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ from nanopar_sft.errors import InputError
 
 Indices = npt.NDArray[np.int64]
 
-WINDOW = 32  # batches sorted together: GSM8K pads 3 % then, and neighbours in a batch still change from epoch to epoch
+# Batches sorted together. With more, padding falls but a step teaches less: rows of one length are alike in other ways
+# too. Micro-batches avoid what padding is left, as each takes rows of one length out of the batch.
+WINDOW = 4
 _EPOCHS, _WINDOWS = 0, 1  # what a random generator is for, so that no two share their numbers
 
 
