@@ -95,8 +95,8 @@ def all_reduce(
     _check_op(op)
     if not axis.communicates:
         return _answer(Pending(_into(out, tensor)), async_op)
-    record("all_reduce", axis.name, 2 * _bytes(tensor) * (axis.size - 1) // axis.size, tensor.dtype, label)
     result = _into(out, tensor) if out is not None else tensor.clone(memory_format=torch.contiguous_format)
+    record("all_reduce", axis.name, 2 * _bytes(tensor) * (axis.size - 1) // axis.size, tensor.dtype, label)
     if _sums_badly(tensor, op):
         flat = result.view(-1)
         sizes = split_sizes(flat.numel(), axis.size)
@@ -157,8 +157,8 @@ def reduce_scatter(
         return _answer(Pending(_into(out, tensor)), async_op)
     tensor = tensor.contiguous()
     own = tensor.split(sizes)[axis.rank]
-    record("reduce_scatter", axis.name, _bytes(tensor) - _bytes(own), tensor.dtype, label)
     out = _buffer(out, own.shape, tensor)
+    record("reduce_scatter", axis.name, _bytes(tensor) - _bytes(own), tensor.dtype, label)
     if tensor.device.type == "cpu":
         return _answer(_reduce_scatter_direct(tensor, axis, op, sizes, out), async_op)
     if len(set(sizes)) == 1:
@@ -208,8 +208,8 @@ def all_gather(
     if len(sizes) != axis.size or sizes[axis.rank] != _length(part):
         raise ValueError(f"all_gather: rank {axis.rank} of {axis.name} has {_length(part)} rows, sizes: {list(sizes)}")
     part = part.contiguous()
-    record("all_gather", axis.name, _bytes(part) * (axis.size - 1), part.dtype, label)
     out = _buffer(out, (sum(sizes), *part.shape[1:]), part)
+    record("all_gather", axis.name, _bytes(part) * (axis.size - 1), part.dtype, label)
     if part.device.type == "cpu":
         return _answer(_all_gather_direct(part, axis, sizes, out), async_op)
     if len(set(sizes)) == 1:
@@ -276,8 +276,8 @@ def all_to_all(
         )
     tensor = tensor.contiguous()
     own = tensor.split(send_sizes)[axis.rank]
-    record("all_to_all", axis.name, _bytes(tensor) - _bytes(own), tensor.dtype, label)
     out = _buffer(out, (sum(receive_sizes), *tensor.shape[1:]), tensor)
+    record("all_to_all", axis.name, _bytes(tensor) - _bytes(own), tensor.dtype, label)
     work = dist.all_to_all_single(out, tensor, list(receive_sizes), send_sizes, group=axis.group, async_op=True)
     return _answer(Pending(out, _works(work), [tensor]), async_op)
 

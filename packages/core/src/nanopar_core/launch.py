@@ -176,7 +176,7 @@ class _Alarm:
     def _watch(self) -> None:
         while not self._finished.wait(POLL_S):
             try:
-                failed = self._store.check([self._key])
+                failed = self.reason() if self._store.check([self._key]) else ""
             except RuntimeError:
                 return
             if failed and (self._watching.is_set() or self._own):
@@ -185,6 +185,5 @@ class _Alarm:
             return
         if self._finished.wait(GRACE_S):
             return
-        reason = self._own or f"rank {self._rank} stops because {self.reason()}"
-        print(reason, file=sys.stderr, flush=True)
+        print(self._own or f"rank {self._rank} stops because {failed}", file=sys.stderr, flush=True)
         os._exit(1)
