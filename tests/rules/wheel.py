@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NEEDS = {"zero": {"core"}, "tensor": {"core"}, "pipeline": {"core"}, "expert": {"core"}}
+NEEDS = {
+    "zero": {"core"},
+    "tensor": {"core"},
+    "pipeline": {"core"},
+    "expert": {"core"},
+    "sft": {"core", "zero", "models"},
+}
 EVERY = [f"nanopar-{name}" for name in ("core", "zero", "tensor", "pipeline", "expert", "models", "sft")]
 
 
@@ -32,6 +38,9 @@ def main() -> None:
         results = doctest.testmod(module, verbose=False)
         if results.failed:
             sys.exit(1)
+        if package == "sft":
+            command = [str(Path(sys.executable).with_name("nanopar-sft")), "train", "--dry-run", "--train-rows", "64"]
+            subprocess.run(command, check=True, cwd=ROOT.parent)
         print(f"nanopar-{package}: installed, {results.attempted} example lines of its docstring run")
     finally:
         pip("uninstall", "--yes", *EVERY)
