@@ -357,6 +357,15 @@ def several_in_flight() -> None:
 def buffers_may_be_forgotten() -> None:
     """The handle alone keeps the tensors of its collective alive."""
     axis = world()
+    n, x = axis.size, torch.ones(axis.size * 4)
+    for handle in (
+        core.reduce_scatter(x, axis, async_op=True),
+        core.all_gather(x, axis, sizes=[n * 4] * n, async_op=True),
+        core.all_to_all(x, axis, async_op=True),
+        core.send_recv([(x, (axis.rank + 1) % n)], [(x * 0, (axis.rank - 1) % n)], axis, async_op=True),
+    ):
+        assert any(buffer is x for buffer in handle.buffers)
+        handle.wait()
     handles = []
     for step in range(6):
         handles.append(core.reduce_scatter(torch.full((axis.size * 50_000,), float(step)), axis, async_op=True))
@@ -392,6 +401,9 @@ def carries_no_gradient() -> None:
     core.all_reduce(x, axis, out=x)  # a parameter may be summed or overwritten in place
     core.broadcast(x, axis)
     assert x.requires_grad
+    part = torch.zeros(2, requires_grad=True)
+    handle = core.reduce_scatter(torch.ones(axis.size * 2), axis, out=part, async_op=True)
+    assert handle.wait().tolist() == [float(axis.size)] * 2  # waited for where gradients are recorded
     assert x.tolist() == [float(axis.size)] * (axis.size * 2)
 
 
