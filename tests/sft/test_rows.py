@@ -56,6 +56,9 @@ def test_count_takes_the_first_rows_and_reads_no_further(tmp_path: Path) -> None
     ("record", "message"),
     [
         ('{"question": "3', "rows.jsonl:2: not valid JSON"),
+        ("9" * 5000, "rows.jsonl:2: not valid JSON"),
+        ("[" * 100_000, "rows.jsonl:2: not valid JSON"),
+        ('{"question": "a", "answer": "\\ud800"}', "rows.jsonl:2: text that is not Unicode"),
         ("[1, 2]", "rows.jsonl:2: a row must be a JSON object, not list"),
         ({"text": "a", "id": 1}, "rows.jsonl:2: no answer in this row: it has the keys text, id; expected"),
         ({}, "rows.jsonl:2: no answer in this row: it has the keys none"),

@@ -112,6 +112,11 @@ def to_row(record: Mapping[str, Any], where: str) -> Row:
     else:
         keys = ", ".join(record) or "none"
         raise InputError(f"{where}: no answer in this row: it has the keys {keys}; expected {EXPECTED}")
+    for message in messages:
+        try:
+            message.content.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where}: text that is not Unicode ({error})") from error
     return Row(messages, where)
 
 
@@ -133,7 +138,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # ValueError: syntax, encoding, integers past Python's limit
                 raise InputError(f"{where}: not valid JSON ({error})") from error
             if not isinstance(record, dict):
                 raise InputError(f"{where}: a row must be a JSON object, not {type(record).__name__}")
