@@ -127,3 +127,16 @@ def test_shapes_without_data():
     out.loss.backward()
     assert out.logits.shape == (2, 8, 32)
     assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_in_fake_mode(dtype):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        module = Experts(models.PhiMoEConfig.preset("nano")).to(dtype)
+        x = torch.empty(10, 128, dtype=dtype, requires_grad=True)
+        out = module(x, torch.zeros(10, 2, dtype=torch.long), torch.ones(10, 2, dtype=dtype))
+        out.sum().backward()
+    assert out.shape == x.grad.shape == (10, 128)
+    assert module.gate_up_proj.grad.shape == module.gate_up_proj.shape

@@ -110,9 +110,11 @@ def grouped_mm_serves(rows: Tensor, weight_EOD: Tensor) -> bool:
     """Whether torch's ``grouped_mm`` takes these operands, both ways (torch 2.13).
 
     It wants strides in multiples of 16 bytes, output's included, since that is the contiguous dim in backward. CUDA
-    promises bf16 on compute capability 8.0 and later only; fake tensors (meta, ``torch.compile``) take bf16 only.
+    promises bf16 on compute capability 8.0 and later only; tensors without data take bf16 only.
     """
     dtype = weight_EOD.dtype
+    if type(rows) is not Tensor:
+        return False  # a shape-only tensor of FakeTensorMode
     if dtype is torch.bfloat16:
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 0):
             return False
