@@ -243,6 +243,30 @@ def test_torchs_own_clipping_works_too() -> None:
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
 
 
+def test_gradients_replaced_by_the_caller_count() -> None:
+    plain, model = model_of(), model_of()
+    for trained, optimizer in ((plain, sgd_of(0.1)(plain.parameters())), (model, shard(model, sgd_of(0.1)))):
+        trained(X).square().mean().backward()
+        trained[0].weight.grad = trained[0].weight.grad.sign()
+        trained[2].weight.grad = None
+        trained[4].weight.grad.mul_(3)
+        optimizer.step()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+
+
+def test_a_norm_that_is_not_finite_changes_nothing_for_good() -> None:
+    plain, model = model_of(), model_of()
+    optimizer = shard(model)
+    for factor in (math.nan, math.inf):
+        (model(X).sum() * factor).backward()
+        assert not optimizer.clip_grad_norm_(1.0).isfinite()
+        optimizer.zero_grad()
+    for trained in (plain, model):
+        trained(X).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), expected, rtol=1e-12, atol=0.0)
+
+
 def test_a_backward_pass_through_weights_from_before_the_step_is_refused() -> None:
     model = model_of()
     optimizer = shard(model)

@@ -130,11 +130,16 @@ class Bucket:
         member.grad = slot
         self.waiting.discard(index)
 
-    def start_reduction(self) -> None:
-        """Sum over the first axis, asynchronously; a parameter that was not used has a zero gradient."""
+    def collect(self) -> None:
+        """Take in what is in ``p.grad`` now: zeros for None (not used), or a tensor that the caller put there."""
         for index, member in enumerate(self.members):
             if member.grad is not self.slots[index]:
                 self.accept(index)
+
+    def start_reduction(self) -> None:
+        """Sum over the first axis, asynchronously."""
+        self.collect()
+        for member in self.members:
             member.grad = None
         self.state = State.REDUCING
         first, *_ = self.reduction.axes

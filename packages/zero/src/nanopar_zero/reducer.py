@@ -120,8 +120,10 @@ class Reducer:
 
     def reduce_now(self) -> None:
         """Reduce what backward passes under ``no_sync`` have accumulated, or zeros where there was none."""
-        if any(bucket.state is not State.REDUCED for bucket in self.buckets):
-            self._finish()
+        for bucket in self.buckets:
+            if bucket.state is State.REDUCED:
+                bucket.collect()  # the caller may have replaced gradients after backward, on all ranks alike
+        self._finish()
 
     def abandon(self) -> None:
         """Forget all gradients, also those of a backward pass that ended in an exception."""
