@@ -199,11 +199,17 @@ def test_ledgers_close_in_any_order_and_on_errors() -> None:
     first, second = core.ledger(), core.ledger()
     outer, inner = first.__enter__(), second.__enter__()
     record_two()
-    first.__exit__(None, None, None)  # equal to the other one, but not it
+    second.__exit__(None, None, None)  # equal to the other one, but not it
+    record_two()
+    first.__exit__(None, None, None)
+    record_two()
+    assert (len(outer.records), len(inner.records)) == (4, 2)
+    first, second = core.ledger(), core.ledger()
+    outer, inner = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
     record_two()
     second.__exit__(None, None, None)
-    record_two()
-    assert (len(outer.records), len(inner.records)) == (2, 4)
+    assert (len(outer.records), len(inner.records)) == (0, 2)
     with pytest.raises(KeyError), core.ledger() as book:
         record_two()
         raise KeyError
