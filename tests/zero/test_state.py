@@ -1,5 +1,6 @@
 """Whole weights under the model's own names, in memory and in checkpoints for another number of ranks."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 import nanopar_core as core
 import nanopar_zero as zero
 from nanopar_core.testing import run
+
+needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="save and load need safetensors")
 
 CASE = Case(dtype=torch.float64, steps=4)
 
@@ -110,6 +113,7 @@ def resumed(steps: int, path: str, more: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@needs_safetensors
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 4)])
 def test_a_run_resumed_on_other_ranks_and_buckets_goes_on_as_before(
@@ -125,6 +129,7 @@ def test_a_run_resumed_on_other_ranks_and_buckets_goes_on_as_before(
             torch.testing.assert_close(weights, expected[0], rtol=1e-9, atol=1e-12)
 
 
+@needs_safetensors
 def test_masters_are_what_is_saved(tmp_path: Path) -> None:
     policy = zero.PrecisionPolicy(torch.bfloat16)
     model, optimizer = make(seed=0, dtype=torch.float32, policy=policy)
@@ -138,6 +143,7 @@ def test_masters_are_what_is_saved(tmp_path: Path) -> None:
         assert torch.equal(other.state_dict()[name], value.to(other.state_dict()[name].dtype)), name
 
 
+@needs_safetensors
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     class Larger(Net):
         def __init__(self) -> None:
