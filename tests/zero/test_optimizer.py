@@ -259,7 +259,10 @@ def test_a_norm_that_is_not_finite_changes_nothing_for_good() -> None:
     optimizer = shard(model)
     for factor in (math.nan, math.inf):
         (model(X).sum() * factor).backward()
+        before = [p.grad.clone() for p in model.parameters()]
         assert not optimizer.clip_grad_norm_(1.0).isfinite()
+        for p, gradient in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p.grad, gradient, rtol=0.0, atol=0.0, equal_nan=True)
         optimizer.zero_grad()
     for trained in (plain, model):
         trained(X).square().mean().backward()

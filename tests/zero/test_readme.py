@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 import nanopar_core as core
 import nanopar_zero as zero
-import torch
 from nanopar_core.testing import run
-from torch import nn
 
 README = (Path(__file__).parents[2] / "packages" / "zero" / "README.md").read_text()
 
@@ -26,13 +27,12 @@ def test_the_example_runs(monkeypatch: Any) -> None:
 
 
 def timeline() -> list[str]:
-    """One step of three layers on two ranks, one bucket each: gradients as they come, and what was sent between them."""
+    """One step of three layers on two ranks, one bucket each: gradients as they come, and what goes out between."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     lines: list[str] = []
 
     def sent() -> None:
-        for record in book.records:
-            lines.append(f"{'':26}--> {record.op} over {record.axis}, {record.bytes:,} bytes")
+        lines.extend(f"{'':26}--> {record.op} over {record.axis}, {record.bytes:,} bytes" for record in book.records)
         book.clear()
 
     def arrived(name: str) -> None:
