@@ -35,9 +35,11 @@ def rows_of(batch: list[Example]) -> list[int]:
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(count=st.integers(1, 300), batch_size=st.integers(1, 40), seed=st.integers(0, 3))
-def test_every_row_exactly_once_per_epoch(count: int, batch_size: int, seed: int) -> None:
-    batches = Batches(examples(count), batch_size, seed=seed)
+@given(
+    count=st.integers(1, 300), batch_size=st.integers(1, 40), seed=st.integers(0, 3), window=st.sampled_from([1, 4, 7])
+)
+def test_every_row_exactly_once_per_epoch(count: int, batch_size: int, seed: int, window: int) -> None:
+    batches = Batches(examples(count), batch_size, seed=seed, window=window)
     seen: Counter[int] = Counter()
     step = 0
     for epoch in (1, 2, 3):
@@ -104,11 +106,18 @@ def test_a_step_depends_on_the_seed_and_its_number_alone() -> None:
 
 
 def test_lengths_come_in_random_order() -> None:
-    batches = Batches(examples(3200), 32, seed=0)
+    batches = Batches(examples(3200), 32, seed=0, window=4)
     means = np.array([np.mean([len(row.input_ids) for row in batches.batch(step)]) for step in range(100)])
     windows = means.reshape(25, 4)
     assert (np.ptp(windows, axis=1) > 30).all()  # rows of 5 to 60 tokens: batches do differ in length
     assert set(windows.argmax(1)) == set(windows.argmin(1)) == {0, 1, 2, 3}
+
+
+def test_a_window_of_one_batch_leaves_the_random_draw_alone() -> None:
+    """Batches of all lengths: their mean lengths differ as those of random draws do."""
+    batches = Batches(examples(3200), 32, seed=0, window=1)
+    lengths = np.array([[len(row.input_ids) for row in batches.batch(step)] for step in range(100)])
+    assert lengths.mean(1).std() == pytest.approx(lengths.std() / 32**0.5, rel=0.3)
 
 
 def test_padding_of_a_hand_made_batch() -> None:

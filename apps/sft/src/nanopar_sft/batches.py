@@ -2,7 +2,7 @@
 
     epochs     | permutation 0 of all n rows         | permutation 1             | ...    one endless stream
     batches    | b0 | b1 | b2 | b3 | b4 | b5 | b6 | b7 | b8 | b9 | ...                    batch_size rows each
-    windows    [ up to 4 batches of one epoch   ] ^ [ ...
+    windows    [ some batches of one epoch      ] ^ [ ...
                  sorted by length, cut again,     | holds the end of one epoch and the start of the next
                  order of batches shuffled
 
@@ -31,9 +31,6 @@ from nanopar_sft.errors import InputError
 
 Indices = npt.NDArray[np.int64]
 
-# Batches sorted together. With more, padding falls but a step teaches less: rows of one length are alike in other ways
-# too. Micro-batches avoid what padding is left, as each takes rows of one length out of the batch.
-WINDOW = 4
 _EPOCHS, _WINDOWS = 0, 1  # what a random generator is for, so that no two share their numbers
 
 
@@ -73,17 +70,20 @@ def collate(examples: Sequence[Example], sample_ids: Sequence[int] | Indices) ->
 class Batches:
     """The batches of a training run, by step (from 0)."""
 
-    def __init__(self, examples: Sequence[Example], batch_size: int, *, seed: int) -> None:
+    def __init__(self, examples: Sequence[Example], batch_size: int, *, seed: int, window: int = 4) -> None:
         """Hold the examples.
 
         Args:
             examples: at least one.
             batch_size: rows per optimizer step over all ranks and micro-batches.
             seed: shuffles the rows and the batches.
+            window: batches that are sorted by length together; 1: every batch is a plain random draw. With more,
+                padding falls, but a step teaches less: rows of one length are alike in other ways too. Micro-batches
+                avoid padding without that cost, as each takes rows of one length out of its batch.
         """
         self.examples = examples
         self.batch_size = batch_size
-        self._seed = seed
+        self._seed, self._batches_per_window = seed, window
         self._lengths = np.array([len(example.input_ids) for example in examples], np.int64)
         self._label_counts = np.array([example.label_count for example in examples], np.int64)
         # Neighbouring steps ask for the same epoch and window; the batch across two epochs needs two permutations.
@@ -126,8 +126,9 @@ class Batches:
         first, stop = -(-epoch * rows // size), (epoch + 1) * rows // size  # batches wholly inside this epoch
         if step >= stop:
             first, stop = step, step + 1  # this batch goes on into the next epoch
-        first += (step - first) // WINDOW * WINDOW
-        places: Indices = self._window(first, min(first + WINDOW, stop))[step - first]
+        window = self._batches_per_window
+        first += (step - first) // window * window
+        places: Indices = self._window(first, min(first + window, stop))[step - first]
         return places
 
     def _sorted_window(self, first: int, stop: int) -> Indices:
