@@ -70,7 +70,10 @@ def test_every_byte_is_sent_once_per_step(ranks: int) -> None:
 
 
 def events_of_backward() -> list[str]:
-    model, _optimizer, x = prepare(bucket_bytes=1)
+    """Of the second pass: the first one must leave nothing behind."""
+    model, optimizer, x = prepare(bucket_bytes=1)
+    model(x).sum().backward()
+    optimizer.zero_grad()
     events = []
     with core.ledger() as book:
 
