@@ -197,6 +197,60 @@ def test_ten_optimizers_in_one_process_leave_nothing_behind() -> None:
         assert growth_mib < 8, "one life takes 16 MiB and more"
 
 
+# -------------------------------------------------------------------------------------------------- several models
+
+
+def adversaries(dp: core.Axis | None) -> list[dict[str, torch.Tensor]]:
+    """Two models that train in turn, the second frozen meanwhile and differentiated through."""
+    models = [model_of(0)[:3], nn.Linear(9, 1).double()]
+    maker, judge = models
+    if dp is None:
+        optimizers: list[torch.optim.Optimizer] = [sgd(model.parameters()) for model in models]
+    else:
+        optimizers = [zero.shard(model, sgd, axis=dp, stage=0, bucket_bytes=1) for model in models]
+    ranks = range(2) if dp is None else [dp.rank]
+    for step in range(3):
+        for trained, optimizer in zip(models, optimizers, strict=True):
+            judge.requires_grad_(trained is judge)
+            optimizer.zero_grad()
+            for rank in ranks:
+                x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+                made = maker(x).detach() if trained is judge else maker(x)
+                (judge(made).square().sum() / len(ranks)).backward()
+            optimizer.step()
+    return [{name: p.detach().clone() for name, p in model.named_parameters()} for model in models]
+
+
+def adversaries_on_this_rank() -> list[dict[str, torch.Tensor]]:
+    return adversaries(core.Mesh(dp=2).dp)
+
+
+def test_two_models_with_an_optimizer_each() -> None:
+    for result in run(2, adversaries_on_this_rank):
+        assert_parity({"weights": adversaries(None)}, {"weights": result})
+
+
+def compiled(case: Case, first: str) -> dict[str, Any]:
+    axis = core.Mesh(dp=2).dp
+    model = build(case, seed=axis.rank)
+    call: Any = torch.compile(model, backend="aot_eager") if first == "compile" else model
+    optimizer = zero.shard(call, sgd, axis=axis, stage=0, bucket_bytes=500)
+    if first == "shard":
+        call = torch.compile(model, backend="aot_eager")
+    result = train(call, optimizer, case, axis)
+    return {
+        name: {n.removeprefix("_orig_mod."): t for n, t in part.items()} if isinstance(part, dict) else part
+        for name, part in result.items()
+    }
+
+
+@pytest.mark.parametrize("first", ["compile", "shard"])
+def test_compiled_models(first: str) -> None:
+    case = Case(micro_batches=2)
+    for result in run(2, compiled, case, first):
+        assert_parity(reference(case), result)
+
+
 # -------------------------------------------------------------------------------------------------------- copies
 
 

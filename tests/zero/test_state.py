@@ -159,5 +159,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         zero.load(tmp_path / "small", larger, optimizer_of_larger)
     with pytest.raises(ValueError, match=r"holds extra\.(weight|bias), which the model does not have"):
         zero.load(tmp_path / "large", model, optimizer)
+    two_groups = [{"params": "*.weight"}, {"params": ["*.bias", "empty"]}]
+    optimizer.close()
+    model, optimizer = make(seed=0, groups=two_groups)
+    with pytest.raises(ValueError, match="small has 1 parameter groups, the optimizer 2"):
+        zero.load(tmp_path / "small", model, optimizer)
     with pytest.raises(ValueError, match="missing"):
         zero.load(tmp_path / "missing", model, optimizer)

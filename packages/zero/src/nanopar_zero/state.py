@@ -73,6 +73,8 @@ def load(path: str | Path, model: nn.Module, optimizer: ZeroOptimizer) -> None:
             f"checkpoint {path} holds {unexpected[0].removeprefix('model.')}, which the model does not have"
         )
     extra = checkpoint.read_extra(path)
+    if (there := len(extra["groups"])) != (here := len(optimizer.param_groups)):
+        raise ValueError(f"checkpoint {path} has {there} parameter groups, the optimizer {here}")
     repeated: dict[tuple[int, str], list[Tensor]] = {}
     for index, shard in enumerate(optimizer.shards):
         optimizer.state[shard.flat] = {}
@@ -88,7 +90,10 @@ def load(path: str | Path, model: nn.Module, optimizer: ZeroOptimizer) -> None:
     for (index, key), values in repeated.items():
         if not all(torch.equal(value, values[0]) for value in values):
             raise ValueError(f"checkpoint {path}: {key} differs among parameters that share a bucket here")
-        optimizer.state[optimizer.shards[index].flat][key] = values[0]
+        shard = optimizer.shards[index]
+        options = optimizer.param_groups[shard.run.group]
+        on_device = options.get("fused") or options.get("capturable")  # torch's rule for where a step count lives
+        optimizer.state[shard.flat][key] = values[0].to(shard.flat.device) if on_device else values[0]
     for group, options in zip(optimizer.param_groups, extra["groups"], strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
     for bucket in optimizer.reducer.buckets:
