@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from nanopar_sft import __main__ as cli
 from nanopar_sft import launcher, preflight
 from nanopar_sft.commands import COMMANDS, Command

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 
@@ -119,7 +120,7 @@ def test_steps_on_the_command_line_replace_epochs_in_the_file(tmp_path: Path) ->
     config = Config.parse([*file, "--steps", "30"])
     assert (config.steps, config.epochs) == (30, None)
     assert Config.parse(file).resolve("train", 1).steps is None
-    assert Config.parse([]).resolve("train", 1).steps == 600
+    assert Config.parse([]).resolve("train", 1).steps == 1200
 
 
 def test_saved_configuration_is_read_back(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from pydantic_settings import (
 
 from nanopar_sft.errors import InputError
 
-DEFAULT_STEPS = 600
+DEFAULT_STEPS = 1200
 
 
 class Planned:
@@ -152,7 +152,7 @@ class Config(BaseSettings):
     seq_len: int = key(512, "Data", DATA, "longest sequence, in tokens; longer rows are left out and counted", ge=2)
     max_operand: int = key(20, "Data", DATA, "synthetic: largest operand (the smallest is 2)", ge=3)
     two_step: float = key(0.4, "Data", DATA, "synthetic: share of problems that take two steps", ge=0, le=1)
-    three_step: float = key(0.1, "Data", DATA, "synthetic: share of problems that take three steps", ge=0, le=1)
+    three_step: float = key(0.0, "Data", DATA, "synthetic: share of problems that take three steps", ge=0, le=1)
     show: int = key(2, "Data", "data", "rows to print with the loss mask of their tokens", ge=0)
 
     # Optimisation
@@ -165,7 +165,7 @@ class Config(BaseSettings):
         ge=1,
     )
     epochs: OptionalFloat = key(None, "Optimisation", "train", "passes over the training rows, instead of steps", gt=0)
-    batch_size: int = key(64, "Optimisation", DATA, "sequences per optimizer step, over all ranks", ge=1)
+    batch_size: int = key(32, "Optimisation", DATA, "sequences per optimizer step, over all ranks", ge=1)
     microbatches: int = key(1, "Optimisation", "train", "gradient accumulation: parts of each rank's batch", ge=1)
     lr: float = key(2e-3, "Optimisation", "train", "peak learning rate of AdamW", gt=0)
     lr_schedule: Literal["cosine", "linear", "constant"] = key(
