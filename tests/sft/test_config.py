@@ -44,7 +44,7 @@ def test_keys_are_these() -> None:
 def test_command_line_wins_over_file_and_file_over_default(tmp_path: Path) -> None:
     file = write(tmp_path, "lr: 1e-4\nseed: 7\nplot: off\n")
     config = Config.parse([*file, "--seed", "8"])
-    assert (config.seed, config.lr, config.plot, config.batch_size) == (8, 1e-4, False, 64)
+    assert (config.seed, config.lr, config.plot, config.batch_size) == (8, 1e-4, False, 32)
 
 
 def test_environment_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
