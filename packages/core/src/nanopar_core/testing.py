@@ -142,13 +142,13 @@ def _serve(pipe: Connection, call: bytes, place: tuple[int, int, int, float]) ->
         with launch(device="cpu", timeout_s=timeout_s):
             fn, args = pickle.loads(call)
             answer = _Answer(value=fn(*args))
-        message = pickle.dumps(answer)
+        pipe.send_bytes(pickle.dumps(answer))
+    # Errors are sent before they are let go: their frames may hold collectives in flight, whose end gloo waits for.
     except PeerFailure as failure:
-        message = pickle.dumps(_Answer(trace=failure.message, peer_failed=True))
+        pipe.send_bytes(pickle.dumps(_Answer(trace=failure.message, peer_failed=True)))
     except BaseException as error:  # SystemExit too is this rank's failure
-        message = _failure(error)
+        pipe.send_bytes(_failure(error))
     faulthandler.cancel_dump_traceback_later()
-    pipe.send_bytes(message)
 
 
 def _end_with_parent() -> None:
