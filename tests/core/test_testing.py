@@ -137,6 +137,27 @@ def test_the_first_failure_is_raised_not_its_echo() -> None:
             testing.run(3, fails_then_echoes)
 
 
+def fails_with_collectives_in_flight() -> None:
+    """All ranks fail at the same place, between the start of several collectives and their waits."""
+    axis = core.Mesh(dp=2).dp
+    x, other = torch.ones(8), 1 - rank()
+    handles = [
+        core.reduce_scatter(x, axis, async_op=True),
+        core.all_gather(x, axis, sizes=[8, 8], async_op=True),
+        core.all_to_all(x, axis, async_op=True),
+        core.send_recv([(x, other)], [(x * 0, other)], axis, async_op=True),
+    ]
+    raise ValueError(f"{len(handles)} in flight")
+
+
+def test_a_failure_between_start_and_wait_is_told_at_once() -> None:
+    start = time.monotonic()
+    for _ in range(5):
+        with pytest.raises(ValueError, match="4 in flight"):
+            testing.run(2, fails_with_collectives_in_flight, timeout_s=60)
+    assert time.monotonic() - start < 50
+
+
 # ------------------------------------------------------------------------------------- ranks that die, stop or hang
 
 
