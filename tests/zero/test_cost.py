@@ -98,6 +98,44 @@ def test_buckets_are_sent_while_backward_still_runs() -> None:
         assert min(sent["2.weight"], sent["2.bias"]) >= 2
 
 
+def sent_when_the_last_layer_comes_second() -> tuple[int, int]:
+    """Layers used in the order 0, 2, 1: the gradient of 1 is there first and waits for that of 2."""
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    optimizer = zero.shard(layers, sgd, axis=core.Mesh(dp=2).dp, stage=0, bucket_bytes=8 * 8 * 4)
+    first_sight: dict[int, int] = {}
+
+    def gradient_comes(number: int) -> None:
+        first_sight.setdefault(number, len(book.records))
+
+    for number, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            parameter.register_hook(lambda _gradient, number=number: gradient_comes(number))
+    with core.ledger() as book:
+        layers[1](layers[2](layers[0](torch.ones(2, 8)))).sum().backward()
+    optimizer.close()
+    return first_sight[2], first_sight[0]
+
+
+def test_buckets_that_waited_for_an_earlier_one_are_sent_with_it() -> None:
+    assert run(2, sent_when_the_last_layer_comes_second) == [(0, 2)] * 2
+
+
+def records_with_a_penalty_on_the_gradient() -> list[str]:
+    model, optimizer, x = prepare(bucket_bytes=1)
+    x.requires_grad_()
+    with core.ledger() as book:
+        y = model(x).square().sum()
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        of_weights = torch.autograd.grad(y, list(model.parameters()), create_graph=True)
+        (y + gradient.square().sum() + sum(g.square().sum() for g in of_weights)).backward()
+    optimizer.close()
+    return [record.op for record in book.records]
+
+
+def test_gradients_that_autograd_grad_gives_away_are_not_sent() -> None:
+    assert run(2, records_with_a_penalty_on_the_gradient) == [["all_reduce"] * 6] * 2
+
+
 def first_records_with_one_layer_unused() -> list[int]:
     model, _optimizer, x = prepare(bucket_bytes=1)
     with core.ledger() as book:
