@@ -73,6 +73,11 @@ def run(config: Config) -> None:
                 f"{world.size} rank(s), {config.precision} on {world.device.type}"
             )
             reporter.note(left_out if encoded.too_long else "all rows fit seq_len")
+            if config.data == "synthetic":
+                reporter.note(
+                    f"problems: operands 2 to {config.max_operand}, {config.two_step:.0%} take two steps, "
+                    f"{config.three_step:.0%} three, the others one"
+                )
             reporter.note(
                 "routing: stochastic, as transformers trains Phi-MoE"
                 if config.router_noise
