@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,17 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that new processes could use on this machine's GPU, or in its main memory; None where nobody says."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -283,3 +283,8 @@ def _describe(config: Config, chat: Chat, batches: Batches, total_steps: int, le
         f"{config.batch_size // ((config.dp or 1) * config.microbatches)} sequences"
     )
     print(f"memory      {state / 2**30:.2f} GiB a rank for weights, gradients and AdamW's moments, activations apart")
+    available = machine.available_memory_bytes()
+    ranks_here = 1 if torch.cuda.is_available() else config.dp or 1
+    if available is not None:
+        fits = "fits" if state * ranks_here < available else "does NOT fit"
+        print(f"            {available / 2**30:.2f} GiB are free for {ranks_here} rank(s) here: it {fits}")

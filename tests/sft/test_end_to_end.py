@@ -1,0 +1,67 @@
+"""The command as a user runs it: real processes, two ranks, by the app's own launcher and by torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanopar_sft import metrics, same
+
+SMALL = "--steps 3 --train-rows 48 --eval-rows 5 --batch-size 8 --max-new-tokens 4 --layers 1 --warmup 0 --plot false"
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        check=False,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+    )
+
+
+def test_train_and_eval_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = run("nanopar_sft", "train", *SMALL.split(), "--output-dir", "one", cwd=tmp_path)
+    assert one.returncode == 0, one.stderr
+    two = run("nanopar_sft", "train", *SMALL.split(), "--output-dir", "two", "--nproc", "2", cwd=tmp_path)
+    assert two.returncode == 0, two.stderr
+    assert "2 rank(s)" in two.stderr
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nanopar_sft", "train")
+    third = run(*torchrun, *SMALL.split(), "--output-dir", "three", "--microbatches", "2", cwd=tmp_path)
+    assert third.returncode == 0, third.stderr
+    for other in ("two", "three"):
+        assert same.main([str(tmp_path / "one"), str(tmp_path / other)]) == 0
+    assert "largest relative difference" in capsys.readouterr().out
+    record = metrics.read(tmp_path / "two" / metrics.METRICS)[0]
+    assert record["collectives"]["all_reduce/dp"]["calls"] == 1  # one bucket holds the whole model
+    assert record["collectives"]["all_gather/dp"] == {"calls": 1, "bytes": 16}  # loss and memory, two numbers
+
+    result = run(
+        *("nanopar_sft", "eval", "--model", "two", "--eval-rows", "5", "--max-new-tokens", "4", "--nproc", "2"),
+        *("--output-dir", "evaluated"),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    last = json.loads(result.stdout.strip().splitlines()[-1])
+    assert last["total"] == 5
+    assert last["accuracy"] == last["correct"] / 5
+    assert json.loads((tmp_path / "evaluated" / "eval.json").read_text()) == last
+    final = metrics.read(tmp_path / "two" / metrics.EVALUATIONS)[-1]
+    assert last["loss"] == pytest.approx(final["loss"], rel=1e-5)
+
+
+def test_a_failing_rank_ends_the_run_with_its_error_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "2 + 2?", "answer": "#### 4"}\n' * 8)
+    # Rank 0 cannot open its output, a directory stands in the way; rank 1 knows nothing of it.
+    (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
+    arguments = (*SMALL.split(), "--nproc", "2", "--data", "rows.jsonl", "--output-dir", "out")
+    failed = run("nanopar_sft", "train", *arguments, cwd=tmp_path)
+    assert failed.returncode == 1
+    assert failed.stderr.count("Traceback (most recent call last)") == 1, failed.stderr
+    assert "IsADirectoryError" in failed.stderr
