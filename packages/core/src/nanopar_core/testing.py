@@ -9,7 +9,6 @@ rank that fails decides: its error is raised in the parent, the others are ended
 from __future__ import annotations
 
 import faulthandler
-import math
 import multiprocessing
 import os
 import pickle
@@ -27,7 +26,10 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanopar_core.launch import GRACE_S, PeerFailure, launch
+from nanopar_core.mesh import Mesh
+from nanopar_core.specs import ParamSpec
 from nanopar_core.torch_private import LAZY_AND_SLOW
+from nanopar_core.verify import compare
 
 R = TypeVar("R")
 
@@ -222,56 +224,19 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-
-
 def assert_parity(
-    reference: Mapping[str, Any], candidate: Mapping[str, Any], *, rtol: float | None = None, floor: float = 1e-3
+    reference: Mapping[str, Any],
+    candidate: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    specs: Mapping[str, ParamSpec] | None = None,
+    *,
+    axes: Mesh | Mapping[str, int] | None = None,
+    micro_batches: int = 1,
+    rtol: float | None = None,
+    floor: float = 1e-3,
 ) -> None:
-    """Assert that two results agree: losses, norms, outputs, every gradient, every weight; names every difference.
+    """Assert that ``nanopar_core.verify.compare``, which takes the same arguments, finds no difference.
 
-    Both are dictionaries (nested, of tensors, numbers and lists of these) with the same keys, as ``train_plainly``
-    returns them. A tensor deviates when its largest absolute difference exceeds ``rtol`` times the largest absolute
-    value of the reference tensor, or ``rtol * floor`` where that is larger (values that should be near zero). What is
-    not finite never agrees.
-
-    Args:
-        rtol: by default 1e-9 for float64 tensors and 1e-5 for others; numbers are compared as tensors of the widest
-            dtype among the reference's tensors.
+    Of losses, norms, outputs, every gradient and every weight the message names those that deviate most, and what is
+    probably wrong.
     """
-    dtypes = {leaf.dtype for _, leaf in _leaves("", reference) if isinstance(leaf, Tensor)}
-    of_numbers = torch.float64 if dtypes <= {torch.float64} else torch.float32
-    ours, theirs = dict(_leaves("", reference)), dict(_leaves("", candidate))
-    problems = [f"missing: {name}" for name in ours if name not in theirs]
-    problems += [f"unexpected: {name}" for name in theirs if name not in ours]
-    for name in ours.keys() & theirs.keys():
-        expected, actual = _as_tensor(ours[name]), _as_tensor(theirs[name])
-        if expected.shape != actual.shape:
-            problems.append(f"{name}: shape {list(actual.shape)} instead of {list(expected.shape)}")
-            continue
-        dtype = expected.dtype if isinstance(ours[name], Tensor) else of_numbers
-        limit = TOLERANCE.get(dtype, 1e-5) if rtol is None else rtol
-        difference, size = _largest(actual.double() - expected.double()), _largest(expected.double())
-        if not difference <= limit * max(size, floor) < math.inf:  # also true for NaN
-            problems.append(f"{name}: differs by {difference:.3e}, largest value {size:.3e}, tolerance {limit:.0e}")
-    if problems:
-        raise AssertionError(f"{len(problems)} differences from the reference:\n  " + "\n  ".join(sorted(problems)))
-
-
-def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), inner)
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _leaves(f"{prefix}[{index}]", inner)
-    else:
-        yield prefix, value
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    compare(reference, candidate, specs, axes=axes, micro_batches=micro_batches, rtol=rtol, floor=floor).check()
