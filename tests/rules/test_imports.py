@@ -95,6 +95,7 @@ GROUPS = ("torch.distributed", "torch.distributed.device_mesh", "torch.distribut
 DISTRIBUTED: dict[str, tuple[str, ...]] = {
     "nanopar_core/mesh.py": GROUPS,
     "nanopar_core/collectives.py": GROUPS,
+    "nanopar_core/debug.py": GROUPS,
     "nanopar_core/launch.py": GROUPS,
     "nanopar_core/testing.py": GROUPS,
     "nanopar_core/torch_private.py": GROUPS,

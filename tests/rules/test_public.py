@@ -69,7 +69,7 @@ PROMISED_LATER: dict[str, set[str]] = {
 }
 
 # The sub-modules that users import by name.
-SUBMODULES = {"core": {"testing", "checkpoint"}}
+SUBMODULES = {"core": {"testing", "checkpoint", "verify"}}
 
 
 @pytest.mark.parametrize("package", LIBRARIES)

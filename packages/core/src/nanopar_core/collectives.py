@@ -25,14 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Generic, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanopar_core import debug
 from nanopar_core.grid import split_sizes
-from nanopar_core.ledger import record
+from nanopar_core.ledger import observer_of, record
 from nanopar_core.mesh import Axis
 
 T = TypeVar("T")
@@ -96,7 +98,7 @@ def all_reduce(
     if not axis.communicates:
         return _answer(Pending(_into(out, tensor)), async_op)
     result = _into(out, tensor) if out is not None else tensor.clone(memory_format=torch.contiguous_format)
-    record("all_reduce", axis.name, 2 * _bytes(tensor) * (axis.size - 1) // axis.size, tensor.dtype, label)
+    record("all_reduce", axis, 2 * _bytes(tensor) * (axis.size - 1) // axis.size, tensor.dtype, tensor.shape, label)
     if _sums_badly(tensor, op):
         flat = result.view(-1)
         sizes = split_sizes(flat.numel(), axis.size)
@@ -158,7 +160,7 @@ def reduce_scatter(
     tensor = tensor.contiguous()
     own = tensor.split(sizes)[axis.rank]
     out = _buffer(out, own.shape, tensor)
-    record("reduce_scatter", axis.name, _bytes(tensor) - _bytes(own), tensor.dtype, label)
+    record("reduce_scatter", axis, _bytes(tensor) - _bytes(own), tensor.dtype, tensor.shape, label)
     if tensor.device.type == "cpu":
         return _answer(_reduce_scatter_direct(tensor, axis, op, sizes, out), async_op)
     if len(set(sizes)) == 1:
@@ -209,7 +211,7 @@ def all_gather(
         raise ValueError(f"all_gather: rank {axis.rank} of {axis.name} has {_length(part)} rows, sizes: {list(sizes)}")
     part = part.contiguous()
     out = _buffer(out, (sum(sizes), *part.shape[1:]), part)
-    record("all_gather", axis.name, _bytes(part) * (axis.size - 1), part.dtype, label)
+    record("all_gather", axis, _bytes(part) * (axis.size - 1), part.dtype, part.shape, label)
     if part.device.type == "cpu":
         return _answer(_all_gather_direct(part, axis, sizes, out), async_op)
     if len(set(sizes)) == 1:
@@ -277,7 +279,7 @@ def all_to_all(
     tensor = tensor.contiguous()
     own = tensor.split(send_sizes)[axis.rank]
     out = _buffer(out, (sum(receive_sizes), *tensor.shape[1:]), tensor)
-    record("all_to_all", axis.name, _bytes(tensor) - _bytes(own), tensor.dtype, label)
+    record("all_to_all", axis, _bytes(tensor) - _bytes(own), tensor.dtype, tensor.shape, label)
     work = dist.all_to_all_single(out, tensor, list(receive_sizes), send_sizes, group=axis.group, async_op=True)
     return _answer(Pending(out, _works(work), [tensor]), async_op)
 
@@ -300,7 +302,7 @@ def broadcast(
     if not axis.communicates:
         return _answer(Pending(tensor), async_op)
     sent = _bytes(tensor) * (axis.size - 1) if axis.rank == src else 0
-    record("broadcast", axis.name, sent, tensor.dtype, label)
+    record("broadcast", axis, sent, tensor.dtype, tensor.shape, label)
     if tensor.device.type == "cpu":
         peers = [peer for peer in range(axis.size) if peer != src]
         sends = [(tensor, peer) for peer in peers] if axis.rank == src else []
@@ -338,7 +340,10 @@ def send_recv(
     if not axis.communicates:
         return _answer(Pending([]), async_op)
     dtype = next((tensor.dtype for tensor, _ in [*sends, *receives]), torch.uint8)
-    record("send_recv", axis.name, sum(_bytes(tensor) for tensor, _ in sends), dtype, label)
+    record("send_recv", axis, sum(_bytes(tensor) for tensor, _ in sends), dtype, (), label)
+    comparison = observer_of(debug.Comparison)
+    if comparison is not None:
+        return _answer(_send_recv_with_headers(sends, receives, axis, label, comparison), async_op)
     buffers = [buffer for buffer, _ in receives]
     works = _exchange(sends, receives, axis)
     return _answer(Pending(buffers, works, [tensor for tensor, _ in sends]), async_op)
@@ -347,7 +352,7 @@ def send_recv(
 def barrier(axis: Axis, *, label: str = "") -> None:
     """Return on no rank before all ranks of the axis have called it."""
     if axis.communicates:
-        record("barrier", axis.name, 0, torch.uint8, label)
+        record("barrier", axis, 0, torch.uint8, (), label)
         dist.barrier(axis.group)
 
 
@@ -390,17 +395,52 @@ def _all_gather_direct(part: Tensor, axis: Axis, sizes: Sequence[int], out: Tens
     return Pending(out, works, [part])
 
 
-def _exchange(sends: Sequence[Message], receives: Sequence[Message], axis: Axis) -> list[dist.Work]:
+def _exchange(sends: Sequence[Message], receives: Sequence[Message], axis: Axis, tag: int = 0) -> list[dist.Work]:
     """Start point-to-point messages, receives first; empty ones are left out on both sides."""
     messages = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
-    ops = [dist.P2POp(op, tensor, group=axis.group, group_peer=peer) for op, tensor, peer in messages if tensor.numel()]
+    ops = [
+        dist.P2POp(op, tensor, group=axis.group, group_peer=peer, tag=tag)
+        for op, tensor, peer in messages
+        if tensor.numel()
+    ]
     return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
+def _send_recv_with_headers(
+    sends: Sequence[Message], receives: Sequence[Message], axis: Axis, label: str, comparison: debug.Comparison
+) -> Pending[list[Tensor]]:
+    """Debug mode: every message is preceded by its description; contents are received once that is found right.
+
+    Since the receiver posts its buffer late, a sender must not wait for it: it sends a copy that ``comparison`` keeps.
+    """
+    incoming = [(torch.zeros(debug.HEADER_BYTES, dtype=torch.uint8, device=t.device), peer) for t, peer in receives]
+    headers = [_exchange([], [message], axis, debug.HEADER_TAG) for message in incoming]
+    outgoing = [(debug.header(tensor, label), peer) for tensor, peer in sends]
+    copies = [(tensor.clone(), peer) for tensor, peer in sends]
+    works = _exchange(outgoing, [], axis, debug.HEADER_TAG) + _exchange(copies, [], axis)
+    comparison.keep(works, [tensor for tensor, _ in [*outgoing, *copies]])
+    early = _exchange([], receives, axis) if any(tensor.is_cuda for tensor, _ in receives) else []  # NCCL has no tags
+
+    def finish() -> None:
+        for (received, peer), work, (buffer, _) in zip(incoming, headers, receives, strict=True):
+            try:
+                work[0].wait(timedelta(seconds=comparison.timeout_s))
+            except RuntimeError as error:
+                limit = f"{comparison.timeout_s:g} s"
+                raise debug.CollectiveMismatchError(
+                    f"rank {axis.rank} of {axis.name} got no message '{label}' from rank {peer} within {limit}"
+                ) from error
+            debug.check_header(received, buffer, label, peer, axis)
+        for arriving in early or _exchange([], receives, axis):
+            arriving.wait()
+
+    return Pending([buffer for buffer, _ in receives], finish=finish)
 
 
 def _exchange_lengths(part: Tensor, axis: Axis) -> list[int]:
     lengths = torch.empty(axis.size, dtype=torch.int64, device=part.device)
     lengths[axis.rank] = _length(part)
-    record("all_gather_sizes", axis.name, 8 * (axis.size - 1), lengths.dtype, "")
+    record("all_gather_sizes", axis, 8 * (axis.size - 1), lengths.dtype, (1,), "")
     mine = lengths[axis.rank : axis.rank + 1]
     if part.device.type == "cpu":
         _all_gather_direct(mine, axis, [1] * axis.size, lengths).wait()
@@ -412,7 +452,7 @@ def _exchange_lengths(part: Tensor, axis: Axis) -> list[int]:
 def _transpose_sizes(send_sizes: Sequence[int], axis: Axis, like: Tensor) -> list[int]:
     sending = torch.tensor(send_sizes, dtype=torch.int64, device=like.device)
     receiving = torch.empty_like(sending)
-    record("all_to_all_sizes", axis.name, 8 * (axis.size - 1), sending.dtype, "")
+    record("all_to_all_sizes", axis, 8 * (axis.size - 1), sending.dtype, sending.shape, "")
     dist.all_to_all_single(receiving, sending, group=axis.group)
     return [int(n) for n in receiving.tolist()]
 

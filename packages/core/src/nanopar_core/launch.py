@@ -2,6 +2,7 @@
 
     rank 1 raises --> writes its name into the job's store (first one wins) --> its groups end --> traceback, status 1
     other ranks   --> their collectives break, or the watching thread reads the store --> one line, status 1
+    all ranks     --> leave in the store at which collective they are --> below rank 1's traceback
 
 So all ranks end within seconds, and only the rank that failed prints a traceback. The watching thread matters where a
 rank would not notice by itself: it computes, or waits for a third rank.
@@ -13,9 +14,10 @@ import os
 import random
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,8 +26,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from nanopar_core.debug import Comparison
+from nanopar_core.flight_recorder import FlightRecorder
+from nanopar_core.ledger import observing
+
 GRACE_S = 3.0  # how long a rank may take to end by itself after a failure elsewhere or its own
 POLL_S = 0.5
+POSITIONS_S = 1.5  # how long a failed rank waits for the others to say where they are
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,14 @@ class PeerFailure(SystemExit):
 
 
 @contextmanager
-def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None) -> Iterator[World]:
+def launch(
+    *,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    device: str | None = None,
+    debug: bool | None = None,
+    debug_timeout_s: float = 10.0,
+) -> Iterator[World]:
     """Join the job that torchrun describes in the environment, or be a job of one process.
 
     Sets the device and the seeds of Python and torch (the same on every rank), makes the process group (gloo for CPU
@@ -58,6 +72,9 @@ def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None
         timeout_s: seconds after which a collective that does not finish raises, in the world and in every mesh axis.
         seed: for ``random`` and ``torch``.
         device: "cpu" or "cuda"; by default CUDA where a GPU exists.
+        debug: compare every collective over its ranks before it is issued (see debug.py); by default where the
+            environment has ``NANOPAR_DEBUG=1``.
+        debug_timeout_s: in debug mode, seconds after which a rank that does not come to a collective is named.
 
     Raises:
         ValueError: more ranks on this machine than GPUs, or an incomplete environment.
@@ -74,9 +91,18 @@ def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None
     timeout = timedelta(seconds=timeout_s)
     store = _own_store(world, timeout)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    alarm = _Alarm(world, store) if world.size > 1 else None
+    recorder = FlightRecorder()
+    alarm = _Alarm(world, store, recorder) if world.size > 1 else None
+    if debug is None:
+        debug = os.environ.get("NANOPAR_DEBUG", "0") not in ("", "0")
     try:
-        yield world
+        with ExitStack() as observers:
+            observers.enter_context(observing(recorder))
+            if debug and world.size > 1:
+                comparison = Comparison(_own_connection(store), world.rank, recorder, debug_timeout_s)
+                observers.enter_context(observing(comparison))
+                observers.callback(comparison.flush)
+            yield world
     except SystemExit as error:
         if alarm is not None and error.code not in (0, None):
             alarm.sound(f"it exited with status {error.code}")
@@ -86,6 +112,8 @@ def launch(*, timeout_s: float = 300.0, seed: int = 0, device: str | None = None
             message = f"rank {world.rank} stops because {alarm.reason()}"
             print(message, file=sys.stderr, flush=True)
             raise PeerFailure(message) from None
+        if alarm is not None:
+            error.add_note(alarm.positions())  # shown below the traceback
         raise
     finally:
         if alarm is not None:
@@ -103,6 +131,12 @@ def _own_store(world: World, timeout: timedelta) -> Store:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launches = store.add(f"nanopar/{attempt}/launches of rank {world.rank}", 1)
     return PrefixStore(f"nanopar/{attempt}/{launches}", store)
+
+
+def _own_connection(store: Store) -> Store:
+    """A second connection: the process group's own is busy while a collective waits."""
+    connection: Store = store.clone()  # type: ignore[attr-defined]
+    return connection
 
 
 def _world_from_environment(device: str | None) -> World:
@@ -141,8 +175,9 @@ class _Alarm:
     the process when another rank failed, or this one did, and the main thread did not end within ``GRACE_S``.
     """
 
-    def __init__(self, world: World, store: Store) -> None:
-        self._store = store.clone()  # type: ignore[attr-defined]
+    def __init__(self, world: World, store: Store, recorder: FlightRecorder) -> None:
+        self._recorder, self._size = recorder, world.size
+        self._store = _own_connection(store)
         self._store.set_timeout(timedelta(seconds=10))
         self._key = "failure"
         self._rank = world.rank
@@ -157,6 +192,7 @@ class _Alarm:
         self._own = traceback.format_exc()
         message = f"rank {self._rank} failed: {reason}"
         try:
+            self._leave_position()
             return bool(self._store.compare_set(self._key, "", message).decode() == message)
         except RuntimeError:  # the store is gone with the rank or launcher that held it
             return True
@@ -164,6 +200,24 @@ class _Alarm:
     def reason(self) -> str:
         """What the first rank that failed said."""
         return str(self._store.get(self._key).decode())
+
+    def positions(self) -> str:
+        """Where every rank was when this one failed; a rank that does not say so soon is dead, or stopped."""
+        lines = []
+        deadline = time.monotonic() + POSITIONS_S
+        for rank in range(self._size):
+            try:
+                while not self._store.check([f"position/{rank}"]) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                known = self._store.check([f"position/{rank}"])
+                where = self._store.get(f"position/{rank}").decode() if known else "gave no sign: dead, or stopped"
+            except RuntimeError:  # the store is gone
+                break
+            lines.append(f"  rank {rank}{' (failed)' if rank == self._rank else ''}: {where}")
+        return "\n".join(["last collective of each rank:", *lines])
+
+    def _leave_position(self) -> None:
+        self._store.set(f"position/{self._rank}", self._recorder.position())
 
     def stop(self) -> None:
         """No longer end this process for other ranks' failures: it is leaving the job by itself."""
@@ -180,6 +234,7 @@ class _Alarm:
             except RuntimeError:
                 return
             if failed and (self._watching.is_set() or self._own):
+                self._leave_position()
                 break
         else:
             return

@@ -1,11 +1,12 @@
 """``ledger()``: every collective of this process, with operation, axis, bytes sent, dtype and call site.
 
     collectives.py --record--> Ledger --totals()----> {(op, axis): calls, bytes}
-                                      --by_site()---> {(op, axis, label or file:line): calls, bytes}
-                                      --print()-----> a table
+                           |          --by_site()---> {(op, axis, label or file:line): calls, bytes}
+                           |          --print()-----> a table
+                           +-> other observers: launch's flight recorder, debug mode's comparison
 
 Bytes are those that this rank sends, modelled from the algorithm that collectives.py chose (listed there); on gloo a
-test compares them with what the process really wrote. Without an active ledger a collective pays one ``if``.
+test compares them with what the process really wrote. Without any observer a collective pays one ``if``.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
+from nanopar_core.mesh import Axis
+
 K = TypeVar("K", bound=Hashable)
+Kind = TypeVar("Kind")
 
 _HERE = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
-# The open ledgers. Process-wide on purpose: autograd runs backward hooks in threads of its own.
-_open: list[Ledger] = []
+# Whoever wants to know of collectives. Process-wide on purpose: autograd runs backward hooks in threads of its own.
+_observers: list[Observer] = []
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,16 @@ class Record:
     axis: str
     bytes: int
     dtype: str
+    shape: tuple[int, ...]
     label: str
     site: str
+
+
+class Observer(Protocol):
+    """Told of every collective just before it is issued."""
+
+    def __call__(self, record: Record, axis: Axis, /) -> None:
+        """Take note, or raise to prevent it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,10 @@ class Ledger:
     """The records of one ``with ledger()`` block, in the order in which the collectives were issued."""
 
     records: list[Record] = field(default_factory=list)
+
+    def __call__(self, record: Record, _axis: Axis) -> None:
+        """Observe one collective."""
+        self.records.append(record)
 
     def totals(self) -> dict[tuple[str, str], Total]:
         """Calls and bytes by (op, axis name)."""
@@ -106,21 +122,34 @@ def ledger() -> Iterator[Ledger]:
         {}
     """
     book = Ledger()
-    _open.append(book)
-    try:
+    with observing(book):
         yield book
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell ``observer`` of this process's collectives while the block runs."""
+    _observers.append(observer)
+    try:
+        yield
     finally:
         # by identity: two ledgers with the same records are equal
-        del _open[next(i for i, other in enumerate(_open) if other is book)]
+        del _observers[next(i for i, other in enumerate(_observers) if other is observer)]
 
 
-def record(op: str, axis: str, sent: int, dtype: torch.dtype, label: str) -> None:
-    """Note one collective in every open ledger; ``sent`` is in bytes."""
-    if not _open:
+def observer_of(kind: type[Kind]) -> Kind | None:
+    """The observer of that kind, if one is there."""
+    return next((observer for observer in _observers if isinstance(observer, kind)), None)
+
+
+def record(op: str, axis: Axis, sent: int, dtype: torch.dtype, shape: Sequence[int], label: str) -> None:
+    """Tell every observer of one collective; ``sent`` is in bytes, ``shape`` that of this rank's tensor."""
+    if not _observers:
         return
-    entry = Record(op, axis, sent, str(dtype).removeprefix("torch."), label, _call_site(sys._getframe(1)))
-    for book in _open:
-        book.records.append(entry)
+    kind = str(dtype).removeprefix("torch.")
+    entry = Record(op, axis.name, sent, kind, tuple(shape), label, _call_site(sys._getframe(1)))
+    for observer in tuple(_observers):
+        observer(entry, axis)
 
 
 def _call_site(frame: FrameType | None) -> str:

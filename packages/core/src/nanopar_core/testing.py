@@ -34,11 +34,14 @@ from nanopar_core.verify import compare
 R = TypeVar("R")
 
 
-def run(world_size: int, fn: Callable[..., R], *args: Any, timeout_s: float = 120.0) -> list[R]:
+def run(
+    world_size: int, fn: Callable[..., R], *args: Any, timeout_s: float = 120.0, debug_timeout_s: float | None = None
+) -> list[R]:
     """Call ``fn(*args)`` on ``world_size`` gloo ranks; return their results in rank order.
 
     ``fn`` must be importable (defined at the top of a module); arguments and results travel by pickle. On each rank a
     process group exists while ``fn`` runs, so that ``Mesh(dp=world_size)`` works at once, and torch uses one thread.
+    With ``debug_timeout_s`` collectives are compared over the ranks (debug mode), with this time limit.
 
     Raises:
         TimeoutError: some ranks did not finish in ``timeout_s`` seconds; the stacks of these are on stderr.
@@ -55,7 +58,7 @@ def run(world_size: int, fn: Callable[..., R], *args: Any, timeout_s: float = 12
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            place = (rank, world_size, store.port, timeout_s)
+            place = (rank, world_size, store.port, timeout_s, debug_timeout_s)
             process = context.Process(target=_serve, args=(theirs, call, place), daemon=True)
             process.start()
             theirs.close()
@@ -125,9 +128,9 @@ def _collect(ranks: Sequence[_Rank], deadline: float, timeout_s: float) -> None:
         raise TimeoutError(f"ranks {late} of {len(ranks)} did not finish within {timeout_s} s")
 
 
-def _serve(pipe: Connection, call: bytes, place: tuple[int, int, int, float]) -> None:
+def _serve(pipe: Connection, call: bytes, place: tuple[int, int, int, float, float | None]) -> None:
     """The life of one rank."""
-    rank, size, port, timeout_s = place
+    rank, size, port, timeout_s, debug_timeout_s = place
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -141,7 +144,8 @@ def _serve(pipe: Connection, call: bytes, place: tuple[int, int, int, float]) ->
     _end_with_parent()
     faulthandler.dump_traceback_later(max(0.1, timeout_s - 0.5))
     try:
-        with launch(device="cpu", timeout_s=timeout_s):
+        debug = debug_timeout_s is not None
+        with launch(device="cpu", timeout_s=timeout_s, debug=debug, debug_timeout_s=debug_timeout_s or 0.0):
             fn, args = pickle.loads(call)
             answer = _Answer(value=fn(*args))
         pipe.send_bytes(pickle.dumps(answer))
