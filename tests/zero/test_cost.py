@@ -120,6 +120,20 @@ def test_buckets_that_waited_for_an_earlier_one_are_sent_with_it() -> None:
     assert run(2, sent_when_the_last_layer_comes_second) == [(0, 2)] * 2
 
 
+def gradients_seen_in_flight() -> list[bool]:
+    model, optimizer, x = prepare(bucket_bytes=1)
+    seen: list[bool] = []
+    model[0].weight.register_hook(lambda _gradient: seen.append(model[4].weight.grad is None))
+    model(x).sum().backward()
+    seen.append(model[4].weight.grad is None)
+    optimizer.close()
+    return seen
+
+
+def test_autograd_cannot_reach_a_gradient_in_flight() -> None:
+    assert run(2, gradients_seen_in_flight) == [[True, False]] * 2
+
+
 def records_with_a_penalty_on_the_gradient() -> list[str]:
     model, optimizer, x = prepare(bucket_bytes=1)
     x.requires_grad_()
