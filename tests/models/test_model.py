@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import nanopar_models as models
-from nanopar_models.attention import sdpa_backend
+from nanopar_models.torch_private import sdpa_backend
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:

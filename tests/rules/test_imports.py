@@ -159,9 +159,6 @@ def test_no_peer_in_the_product() -> None:
         assert not wrong, f"{source.where} uses {wrong}"
 
 
-STILL_TO_MOVE = {"nanopar_models/attention.py": {"torch._fused_sdp_choice"}}
-
-
 def test_torch_private_names_live_in_one_file_per_package() -> None:
     for source in sources():
         if source.where.endswith("/torch_private.py"):
@@ -171,6 +168,4 @@ def test_torch_private_names_live_in_one_file_per_package() -> None:
             for name in (*source.imports(), *source.uses())
             if name.startswith("torch.") and any(re.match(r"_[a-z]", part) for part in name.split("."))
         }
-        assert wrong == STILL_TO_MOVE.get(source.where, set()), (
-            f"{source.where} uses {sorted(wrong)}: move them to torch_private.py"
-        )
+        assert not wrong, f"{source.where} uses {sorted(wrong)}: move them to torch_private.py"

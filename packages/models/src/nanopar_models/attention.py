@@ -19,6 +19,7 @@ from nanopar_models.cache import KVCache
 from nanopar_models.config import PhiMoEConfig
 from nanopar_models.layout import TokenLayout
 from nanopar_models.rope import rotate
+from nanopar_models.torch_private import sdpa_backend
 
 
 class AttentionCore(nn.Module):
@@ -53,13 +54,6 @@ def fit_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
         if wide_backend != SDPBackend.MATH:
             return wide_k, wide_v, wide_backend
     return k, v, backend
-
-
-def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:
-    """The kernel family that torch picks for this call of scaled dot product attention."""
-    # The dispatcher's own choice; torch has no public name for it (tests/models/test_model.py watches it).
-    choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=None, enable_gqa=q.shape[1] != k.shape[1])
-    return SDPBackend(choice)
 
 
 class Attention(nn.Module):
