@@ -92,7 +92,8 @@ def fails(kind: str) -> Any:
 def test_the_error_of_a_rank_is_raised_with_its_rank_and_traceback() -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         testing.run(2, fails, "key")
-    (note,) = caught.value.__notes__
+    where_all_were, note = caught.value.__notes__
+    assert where_all_were.startswith("last collective of each rank:")
     assert note.startswith("raised on rank 1 of 2:\nTraceback")
     assert "in fails" in note
 

@@ -109,7 +109,10 @@ def test_training_equals_transformers(
     # The true gradient of a key's bias is zero (softmax does not see it), and Adam turns its rounding into steps.
     weights = {name: weight for name, weight in reference["weights"].items() if "k_proj.bias" not in name}
     ours = {name: results[0]["weights"][name] for name in weights}
-    testing.assert_parity({**reference, "weights": weights}, {**results[0], "weights": ours}, rtol=2e-5)
+    numbers = {name: reference[name] for name in ("loss", "norm")}
+    testing.assert_parity(numbers, {name: results[0][name] for name in numbers}, rtol=2e-5)
+    # Adam divides by the gradient's own size, so rounding shows more in weights whose gradient is nearly zero.
+    testing.assert_parity({"weights": weights}, {"weights": ours}, rtol=1e-4)
     for other in results[1:]:  # copies are equal bit for bit
         for name, weight in other["weights"].items():
             assert torch.equal(weight, results[0]["weights"][name]), name
