@@ -26,7 +26,7 @@ def pip(*arguments: str) -> None:
 
 def main() -> None:
     package = sys.argv[1]
-    pip("uninstall", "--yes", *EVERY)
+    pip("--quiet", "uninstall", "--yes", *EVERY)
     try:
         pip("install", "--no-index", "--find-links", str(ROOT / "dist"), f"nanopar-{package}")
         only = [sys.executable, str(Path(__file__).with_name("only.py")), package, *NEEDS.get(package, ())]
@@ -43,7 +43,7 @@ def main() -> None:
             subprocess.run(command, check=True, cwd=ROOT.parent)
         print(f"nanopar-{package}: installed, {results.attempted} example lines of its docstring run")
     finally:
-        pip("uninstall", "--yes", *EVERY)
+        pip("--quiet", "uninstall", "--yes", *EVERY)
 
 
 if __name__ == "__main__":

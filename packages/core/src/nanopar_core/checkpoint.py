@@ -9,6 +9,7 @@ caller adds), and further files of the caller's.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -21,10 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 _JSON = "checkpoint.json"
 _FILE_BYTES = 2**30  # a file is put together in memory before it is written: this bounds the extra memory
@@ -47,16 +44,17 @@ def save(
     Raises:
         RuntimeError: on every rank, when any rank could not write; nothing is visible under ``path`` then.
     """
+    dcp = _distributed_checkpoint()
     path = Path(path)
     unfinished = path.with_name(path.name + ".saving")
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first:
         shutil.rmtree(unfinished, ignore_errors=True)
     _agree("", path)  # nobody writes before the leftovers are gone
-    writer = HuggingFaceStorageWriter(str(unfinished), _file_numbers(tensors), save_distributed=True)
+    writer = dcp.HuggingFaceStorageWriter(str(unfinished), _file_numbers(tensors), save_distributed=True)
     try:
         with _single_process_allowed():
-            dcp_save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+            dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
     except Exception as error:
         raise RuntimeError(f"checkpoint {path} was not written: {error}") from error
     problem = ""
@@ -84,9 +82,10 @@ def load(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         if found[name].shape != tensor.shape:
             saved, wanted = list(found[name].shape), list(tensor.shape)
             raise ValueError(f"checkpoint {path}: {name} has shape {saved}, the model needs {wanted}")
-    reader = HuggingFaceStorageReader(str(path))
+    dcp = _distributed_checkpoint()
+    reader = dcp.HuggingFaceStorageReader(str(path))
     with _single_process_allowed():
-        dcp_load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def describe(path: str | Path) -> dict[str, Tensor]:
@@ -95,16 +94,17 @@ def describe(path: str | Path) -> dict[str, Tensor]:
     Raises:
         ValueError: no whole checkpoint at ``path``, or a damaged file.
     """
+    dcp = _distributed_checkpoint()
     if not (Path(path) / _JSON).is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no {_JSON}")
     try:
-        stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        stored = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:  # safetensors' own errors derive from Exception alone
         raise ValueError(f"checkpoint {path} is damaged: {error}") from error
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, dcp.TensorStorageMetadata)
     }
 
 
@@ -118,6 +118,15 @@ def read_extra(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{file} does not hold a JSON object")
     return values
+
+
+def _distributed_checkpoint() -> Any:
+    """torch's package, imported when it is needed: that takes about a second."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise ImportError("checkpoints need the package safetensors: pip install nanopar-core[checkpoint]")
+    import torch.distributed.checkpoint
+
+    return torch.distributed.checkpoint
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -53,7 +53,7 @@ class Reduction:
 
 @dataclass(eq=False)
 class Bucket:
-    """The flat buffers of some parameters. ``weights[i]`` and ``slots[i]`` are value and gradient of ``members[i]``."""
+    """The flat buffers of some parameters, and the views of value and gradient of each member."""
 
     layout: BucketLayout
     members: list[nn.Parameter]
@@ -61,8 +61,8 @@ class Bucket:
     parameters: Tensor
     masters: Tensor
     gradients: Tensor
-    weights: list[Tensor]
-    slots: list[Tensor]
+    weight_views: list[Tensor]
+    gradient_views: list[Tensor]
     versions: list[int]
     state: State = State.COLLECTING
     waiting: set[int] = field(default_factory=set)
@@ -87,16 +87,16 @@ class Bucket:
             member.data = place.copy_(member.detach())  # frees the old storage at once
         parameters = masters if param_dtype == masters.dtype else masters.to(param_dtype)
         gradients = torch.zeros(layout.length, dtype=reduce_dtype, device=masters.device)
-        weights, slots = [], []
+        weight_views, gradient_views = [], []
         for slot, member in zip(layout.slots, members, strict=True):
             here = slice(slot.start, slot.start + slot.numel)
-            weights.append(parameters[here].view(member.shape))
-            slots.append(gradients[here].view(member.shape))
+            weight_views.append(parameters[here].view(member.shape))
+            gradient_views.append(gradients[here].view(member.shape))
             member.grad = None
-            member.data = weights[-1]
+            member.data = weight_views[-1]
             member.grad_dtype = reduce_dtype
         versions = [member._version for member in members]
-        return cls(layout, members, reduction, parameters, masters, gradients, weights, slots, versions)
+        return cls(layout, members, reduction, parameters, masters, gradients, weight_views, gradient_views, versions)
 
     def synchronize_weights(self, axes: tuple[Axis, ...]) -> None:
         """Make all copies equal to that of the first rank of each axis."""
@@ -107,7 +107,9 @@ class Bucket:
     def expect_gradients(self) -> None:
         """A backward pass begins: wait for every member, and let an earlier pass' sum count once, not once per rank."""
         self.waiting = set(range(len(self.members)))
-        if self.state is State.REDUCED:
+        if (
+            self.state is State.REDUCED
+        ):  # all ranks hold the sum (or mean) of the earlier passes: let one of them keep it
             if self.reduction.leads:
                 self.gradients.mul_(self.reduction.divisor)
             else:
@@ -121,19 +123,19 @@ class Bucket:
                 f"{self.layout.slots[index].item.name} received a gradient after its bucket was sent in the same pass; "
                 "this happens with reentrant checkpointing: use torch.utils.checkpoint with use_reentrant=False"
             )
-        member, slot = self.members[index], self.slots[index]
+        member, view = self.members[index], self.gradient_views[index]
         if member.grad is None:
-            slot.zero_()
-        elif member.grad is not slot:
+            view.zero_()
+        elif member.grad is not view:
             gradient = member.grad.detach()  # with create_graph=True it has a history, which the bucket has not
-            slot.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        member.grad = slot
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        member.grad = view
         self.waiting.discard(index)
 
     def collect(self) -> None:
         """Take in what is in ``p.grad`` now: zeros for None (not used), or a tensor that the caller put there."""
         for index, member in enumerate(self.members):
-            if member.grad is not self.slots[index]:
+            if member.grad is not self.gradient_views[index]:
                 self.accept(index)
 
     def start_reduction(self) -> None:
@@ -154,8 +156,8 @@ class Bucket:
             all_reduce(self.gradients, axis, out=self.gradients, label="gradients")
         if self.reduction.divisor != 1:
             self.gradients.div_(self.reduction.divisor)
-        for member, slot in zip(self.members, self.slots, strict=True):
-            member.grad = slot
+        for member, view in zip(self.members, self.gradient_views, strict=True):
+            member.grad = view
         self.state = State.REDUCED
 
     def abandon(self) -> None:
@@ -170,7 +172,9 @@ class Bucket:
 
     def adopt_edits(self, everything: bool = False) -> None:
         """Take weights that were written into the model since the last step (a loaded checkpoint) into the masters."""
-        for index, (slot, member, weight) in enumerate(zip(self.layout.slots, self.members, self.weights, strict=True)):
+        for index, (slot, member, weight) in enumerate(
+            zip(self.layout.slots, self.members, self.weight_views, strict=True)
+        ):
             moved = member.data_ptr() != weight.data_ptr()
             if moved:  # somebody has set p.data
                 if (member.shape, member.dtype, member.device) != (weight.shape, weight.dtype, weight.device):
