@@ -29,5 +29,6 @@ COMMANDS = {
     "generate": Command("answer one question", "nanopar_sft.generate"),
     "data": Command("print rows as tokens with their loss mask, and counts", "nanopar_sft.data"),
     "export": Command("turn a checkpoint into a Hugging Face directory", "nanopar_sft.export"),
+    "trace": Command("show one step's collectives by call site, and where its time goes", "nanopar_sft.trace"),
     "env": Command("print versions and hardware, for a bug report (takes no keys)", "nanopar_sft.environment"),
 }

@@ -106,11 +106,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], NoDecode, CommaSeparated]
 
 # Which commands use a key.
-ALL = "train eval generate data export"
-MODEL = "train eval generate export"
-DATA = "train eval data"
-RANKS = "train eval"
+ALL = "train eval generate data export trace"
+MODEL = "train eval generate export trace"
+DATA = "train eval data trace"
+RANKS = "train eval trace"
 DECODE = "train eval generate"
+STEP = "train trace"  # what one optimizer step depends on
 
 
 class Config(BaseSettings):
@@ -133,7 +134,7 @@ class Config(BaseSettings):
     router_noise: bool = key(
         False,
         "Model",
-        "train",
+        STEP,
         "stochastic routing in training, as transformers trains Phi-MoE; the default here is deterministic routing, "
         "the form that transformers uses in evaluation",
     )
@@ -147,7 +148,9 @@ class Config(BaseSettings):
     eval_data: OptionalText = key(
         None, "Data", DATA, "held-back rows, named as in data (none: the test split that belongs to data)"
     )
-    train_rows: OptionalInt = key(None, "Data", "train data", "use only the first N training rows (none: all)", ge=1)
+    train_rows: OptionalInt = key(
+        None, "Data", "train data trace", "use only the first N training rows (none: all)", ge=1
+    )
     eval_rows: OptionalInt = key(None, "Data", DATA, "use only the first N held-back rows (none: all)", ge=1)
     seq_len: int = key(512, "Data", DATA, "longest sequence, in tokens; longer rows are left out and counted", ge=2)
     max_operand: int = key(20, "Data", DATA, "synthetic: largest operand (the smallest is 2)", ge=3)
@@ -166,29 +169,27 @@ class Config(BaseSettings):
     )
     epochs: OptionalFloat = key(None, "Optimisation", "train", "passes over the training rows, instead of steps", gt=0)
     batch_size: int = key(32, "Optimisation", DATA, "sequences per optimizer step, over all ranks", ge=1)
-    microbatches: int = key(1, "Optimisation", "train", "gradient accumulation: parts of each rank's batch", ge=1)
-    lr: float = key(2e-3, "Optimisation", "train", "peak learning rate of AdamW", gt=0)
+    microbatches: int = key(1, "Optimisation", STEP, "gradient accumulation: parts of each rank's batch", ge=1)
+    lr: float = key(2e-3, "Optimisation", STEP, "peak learning rate of AdamW", gt=0)
     lr_schedule: Literal["cosine", "linear", "constant"] = key(
-        "cosine", "Optimisation", "train", "how the rate falls to 0 after the warm-up"
+        "cosine", "Optimisation", STEP, "how the rate falls to 0 after the warm-up"
     )
     warmup: float = key(
-        0.03, "Optimisation", "train", "linear warm-up: steps if 1 or more, a fraction of all steps if below", ge=0
+        0.03, "Optimisation", STEP, "linear warm-up: steps if 1 or more, a fraction of all steps if below", ge=0
     )
-    weight_decay: float = key(0.01, "Optimisation", "train", "not applied to norms, biases and embeddings", ge=0)
-    betas: Betas = key((0.9, 0.95), "Optimisation", "train", "AdamW's two averaging factors")
-    clip: OptionalFloat = key(1.0, "Optimisation", "train", "largest global gradient norm (none: no clipping)", gt=0)
-    freeze: Patterns = key((), "Optimisation", "train", "name patterns of parameters not to train, as 'model.embed*'")
-    seed: int = key(0, "Optimisation", "train eval generate data", "of initial weights, data and sampling", ge=0)
+    weight_decay: float = key(0.01, "Optimisation", STEP, "not applied to norms, biases and embeddings", ge=0)
+    betas: Betas = key((0.9, 0.95), "Optimisation", STEP, "AdamW's two averaging factors")
+    clip: OptionalFloat = key(1.0, "Optimisation", STEP, "largest global gradient norm (none: no clipping)", gt=0)
+    freeze: Patterns = key((), "Optimisation", STEP, "name patterns of parameters not to train, as 'model.embed*'")
+    seed: int = key(0, "Optimisation", "train eval generate data trace", "of initial weights, data and sampling", ge=0)
 
     # Ranks and memory
     nproc: OptionalInt = key(
         None, "Ranks and memory", RANKS, "ranks to start on this machine (none: dp); torchrun's number wins", ge=1
     )
     dp: OptionalInt = key(None, "Ranks and memory", RANKS, "data-parallel ranks (none: all)", ge=1)
-    zero: int = key(0, "Ranks and memory", "train", "ZeRO stage: 0 keeps everything on every rank", ge=0, le=3)
-    recompute: bool = key(
-        False, "Ranks and memory", "train", "recompute activations in backward instead of keeping them"
-    )
+    zero: int = key(0, "Ranks and memory", STEP, "ZeRO stage: 0 keeps everything on every rank", ge=0, le=3)
+    recompute: bool = key(False, "Ranks and memory", STEP, "recompute activations in backward instead of keeping them")
     threads: OptionalInt = key(
         None, "Ranks and memory", DECODE, "CPU threads of each rank (none: cores divided by local ranks)", ge=1
     )
@@ -207,7 +208,9 @@ class Config(BaseSettings):
     )
 
     # Output
-    output_dir: Path = key(Path("runs/sft"), "Output", "train eval export", "directory for everything that is written")
+    output_dir: Path = key(
+        Path("runs/sft"), "Output", "train eval export trace", "directory for everything that is written"
+    )
     save_every: OptionalInt = key(None, "Output", "train", "steps between checkpoints (none: no checkpoints)", ge=1)
     resume: OptionalText = key(
         None, "Output", "train export", "checkpoint directory, or auto for the newest one in output_dir"
@@ -289,7 +292,7 @@ class Config(BaseSettings):
         if command == "export" and not self.resume:
             raise InputError("export needs a checkpoint: --resume DIRECTORY")
         filled: dict[str, object] = {"nproc": None, "dp": self._resolved_dp(command, world_size)}
-        if command == "train":
+        if command in STEP.split():
             self._check_training(world_size)
             if self.steps is None and self.epochs is None:
                 filled["steps"] = DEFAULT_STEPS

@@ -13,12 +13,13 @@ def check(command: str, config: Config) -> None:
     Data files are read here row by row, so that a malformed row is named before ranks start; what takes a download, or
     the reading of weights, is left to the ranks, which also write nothing before they have read it.
     """
-    if command in ("train", "eval", "generate"):
+    if command in ("train", "eval", "generate", "trace"):
         _check_model(config.model)
-    if command in ("train", "eval", "data"):
+    if command in ("train", "eval", "data", "trace"):
         _check_data(command, config)
     if command == "train":
         report.check_log(config.log)
+    if command in ("train", "trace"):
         _check_output(config.output_dir)
 
 

@@ -121,7 +121,7 @@ class Trainer:
         with core.ledger() as book:
             for step in range(start_step + 1, self.total_steps + 1):
                 book.clear()
-                reporter.step(self._step(step, book))
+                reporter.step(self.step(step, book))
                 if config.eval_every and step % config.eval_every == 0 and step < self.total_steps:
                     self._evaluate(step, reporter)
                 if config.save_every and step % config.save_every == 0:
@@ -133,8 +133,8 @@ class Trainer:
             reporter.note(f"question: {question}\nbefore:   {before!r}")
             reporter.note(f"after:    {self._sample_answer()!r}\nright:    {right!r}")
 
-    def _step(self, step: int, book: core.Ledger) -> StepRecord:
-        """One optimizer step (from 1)."""
+    def step(self, step: int, book: core.Ledger) -> StepRecord:
+        """One optimizer step, number ``step`` from 1; ``book`` is the open ledger."""
         config, axis, device = self.config, self.mesh.dp, self.world.device
         started = time.perf_counter()
         lr = learning_rate(config, step, self.total_steps)
