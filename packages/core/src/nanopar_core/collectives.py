@@ -11,7 +11,7 @@ What one rank of N sends for a tensor of P bytes (P is the whole: input of reduc
     op              on CPU (gloo)                               on CUDA (NCCL)   bytes that a rank sends
     all_reduce      gloo's ring; 16-bit floats: reduce_scatter  native           2 P (N-1)/N
                     and all_gather, so that sums are in fp32
-    reduce_scatter  direct exchange, then a local sum           native           P - its own part
+    reduce_scatter  direct exchange in pieces, summed locally   native           P - its own part
     all_gather      direct exchange                             native           (N-1) x its own part
     all_to_all      native                                      native           P - the part that it keeps
     broadcast       direct from the source                      native           source (N-1) P, others 0
@@ -23,6 +23,7 @@ The direct forms send what is necessary and no more: gloo's own reduce_scatter i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,6 +41,8 @@ from nanopar_core.mesh import Axis
 T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# Elements of a message of the direct reduce_scatter: while it is summed, also in fp32, it stays in a core's cache.
+_PIECE = 1 << 18
 _LOCAL_OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -97,20 +100,21 @@ def all_reduce(
     _check_op(op)
     if not axis.communicates:
         return _answer(Pending(_into(out, tensor)), async_op)
-    result = _into(out, tensor) if out is not None else tensor.clone(memory_format=torch.contiguous_format)
+    result = _buffer(out, tensor.shape, tensor)
     record("all_reduce", axis, 2 * _bytes(tensor) * (axis.size - 1) // axis.size, tensor.dtype, tensor.shape, label)
     if _sums_badly(tensor, op):
         flat = result.view(-1)
         sizes = split_sizes(flat.numel(), axis.size)
         mine = flat.split(sizes)[axis.rank]
-        scattered = _reduce_scatter_direct(flat, axis, op, sizes, mine)
+        source = tensor.contiguous().view(-1)
+        scattered = _reduce_scatter_direct(source, axis, op, sizes, mine, pieces_ahead=_pieces_ahead(async_op))
 
         def finish() -> None:
             scattered.wait()
             _all_gather_direct(mine, axis, sizes, flat).wait()
 
         return _answer(Pending(result, finish=finish), async_op)
-    work = dist.all_reduce(result, op=_TORCH_OPS[op], group=axis.group, async_op=True)
+    work = dist.all_reduce(_into(result, tensor), op=_TORCH_OPS[op], group=axis.group, async_op=True)
     return _answer(Pending(result, _works(work)), async_op)
 
 
@@ -162,7 +166,8 @@ def reduce_scatter(
     out = _buffer(out, own.shape, tensor)
     record("reduce_scatter", axis, _bytes(tensor) - _bytes(own), tensor.dtype, tensor.shape, label)
     if tensor.device.type == "cpu":
-        return _answer(_reduce_scatter_direct(tensor, axis, op, sizes, out), async_op)
+        ahead = _pieces_ahead(async_op)
+        return _answer(_reduce_scatter_direct(tensor, axis, op, sizes, out, pieces_ahead=ahead), async_op)
     if len(set(sizes)) == 1:
         work = dist.reduce_scatter_single(out, tensor, op=_TORCH_OPS[op], group=axis.group, async_op=True)
     else:
@@ -360,29 +365,53 @@ def barrier(axis: Axis, *, label: str = "") -> None:
 
 
 def _reduce_scatter_direct(
-    tensor: Tensor, axis: Axis, op: ReduceOp, sizes: Sequence[int], out: Tensor
+    tensor: Tensor, axis: Axis, op: ReduceOp, sizes: Sequence[int], out: Tensor, *, pieces_ahead: int | None
 ) -> Pending[Tensor]:
-    """Send each rank its part of ``tensor``; sum this rank's part with the received ones in ``wait``."""
-    parts = tensor.split(list(sizes))
-    own = parts[axis.rank]
-    peers = [peer for peer in range(axis.size) if peer != axis.rank]
-    received = [torch.empty_like(own) for _ in peers]
-    works = _exchange([(parts[peer], peer) for peer in peers], list(zip(received, peers, strict=True)), axis)
+    """Send each rank its part of ``tensor``, in pieces; sum this rank's with the received ones, piece by piece.
+
+    The sums are made in ``wait``. ``pieces_ahead`` is how many pieces may arrive before they are summed, all if None.
+    Few of them mean small buffers that are filled again and again: faster than new memory for whole parts.
+    """
+    parts = [part.view(-1).split(_PIECE) for part in tensor.split(list(sizes))]
+    own = [piece for piece in parts[axis.rank] if piece.numel()]
+    results = out.view(-1).split(_PIECE)
+    peers = _peers(axis)
+    ring = [[torch.empty_like(own[0]) for _ in peers] for _ in own[:pieces_ahead]]
+
+    def receive(i: int) -> tuple[list[Tensor], list[dist.Work]]:
+        buffers = [buffer[: own[i].numel()] for buffer in ring[i % len(ring)]]
+        return buffers, _exchange([], list(zip(buffers, peers, strict=True)), axis)
+
+    arriving = deque(receive(i) for i in range(len(ring)))
+    sends = _exchange([(piece, peer) for peer in peers for piece in parts[peer]], [], axis)
 
     def finish() -> None:
-        if _sums_badly(tensor, op):
-            total = own.float()
-            for other in received:
-                total += other
-            out.copy_(total)
-            return
-        total = own
-        for other in received:
-            total = _LOCAL_OPS[op](total, other, out=out)
-        if not received:
-            out.copy_(own)
+        for i in range(len(own)):
+            others, works = arriving.popleft()
+            for work in works:
+                work.wait()
+            _combine(own[i], others, op, results[i])
+            if i + len(ring) < len(own):
+                arriving.append(receive(i + len(ring)))
+        for work in sends:  # last: a peer may take the last pieces only when it has got those that it waits for
+            work.wait()
 
-    return Pending(out, works, [tensor, *received], finish)
+    return Pending(out, [], [tensor], finish)
+
+
+def _combine(own: Tensor, others: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
+    """Reduce equally long pieces into ``out``, which may be ``own``; sums of 16-bit floats are rounded once."""
+    if _sums_badly(own, op) and len(others) > 1:  # torch adds two in fp32 by itself
+        total = own.float()
+        for other in others:
+            total += other
+        out.copy_(total)
+        return
+    total = own
+    for other in others:
+        total = _LOCAL_OPS[op](total, other, out=out)
+    if not others:
+        out.copy_(own)
 
 
 def _all_gather_direct(part: Tensor, axis: Axis, sizes: Sequence[int], out: Tensor) -> Pending[Tensor]:
@@ -390,9 +419,14 @@ def _all_gather_direct(part: Tensor, axis: Axis, sizes: Sequence[int], out: Tens
     places = out.split(list(sizes))
     if places[axis.rank].data_ptr() != part.data_ptr():
         places[axis.rank].copy_(part)
-    peers = [peer for peer in range(axis.size) if peer != axis.rank]
+    peers = _peers(axis)
     works = _exchange([(part, peer) for peer in peers], [(places[peer], peer) for peer in peers], axis)
     return Pending(out, works, [part])
+
+
+def _peers(axis: Axis) -> list[int]:
+    """The other ranks, from the next one on: so no rank is everybody's first."""
+    return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
 
 def _exchange(sends: Sequence[Message], receives: Sequence[Message], axis: Axis, tag: int = 0) -> list[dist.Work]:
@@ -458,6 +492,11 @@ def _transpose_sizes(send_sizes: Sequence[int], axis: Axis, like: Tensor) -> lis
 
 
 # ---------------------------------------------------------------------------------------------------- small parts
+
+
+def _pieces_ahead(async_op: bool) -> int | None:
+    """A blocking call sums pieces as they come; what is sent in the background must all have a place to arrive in."""
+    return None if async_op else 4
 
 
 def _answer(pending: Pending[T], async_op: bool) -> T | Pending[T]:
