@@ -431,13 +431,14 @@ def _peers(axis: Axis) -> list[int]:
 
 def _exchange(sends: Sequence[Message], receives: Sequence[Message], axis: Axis, tag: int = 0) -> list[dist.Work]:
     """Start point-to-point messages, receives first; empty ones are left out on both sides."""
+    sends, receives = ([message for message in messages if message[0].numel()] for messages in (sends, receives))
+    if all(tensor.device.type == "cpu" for tensor, _ in [*sends, *receives]):  # gloo batches nothing: save the checks
+        works = [dist.irecv(buffer, group=axis.group, group_src=peer, tag=tag) for buffer, peer in receives]
+        works += [dist.isend(tensor, group=axis.group, group_dst=peer, tag=tag) for tensor, peer in sends]
+        return [work for work in works if work is not None]
     messages = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
-    ops = [
-        dist.P2POp(op, tensor, group=axis.group, group_peer=peer, tag=tag)
-        for op, tensor, peer in messages
-        if tensor.numel()
-    ]
-    return list(dist.batch_isend_irecv(ops)) if ops else []
+    ops = [dist.P2POp(op, tensor, group=axis.group, group_peer=peer, tag=tag) for op, tensor, peer in messages]
+    return list(dist.batch_isend_irecv(ops))
 
 
 def _send_recv_with_headers(
