@@ -1,6 +1,7 @@
 """Bad input: one clear line that names the value and the remedy, exit status 2, nothing written."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,11 @@ def output_is_a_file(folder: Path) -> list[str]:
     return ["--output-dir", str(folder / "taken")]
 
 
+def old_checkpoints(folder: Path) -> list[str]:
+    (folder / "run" / "checkpoints" / "step-000020").mkdir(parents=True)
+    return ["--output-dir", str(folder / "run")]
+
+
 def plain(*arguments: str) -> Callable[[Path], list[str]]:
     return lambda _folder: list(arguments)
 
@@ -106,6 +112,10 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"batch_size=10 is not divisible by dp=2 x microbatches=2 = 4",
     ),
     "output is a file": (output_is_a_file, r"taken exists and is not a directory"),
+    "another run's checkpoints": (
+        old_checkpoints,
+        r"checkpoints of an earlier run, the newest is step-000020: go on with",
+    ),
     "sequence too long": (plain("--seq-len", "5000"), r"seq_len=5000 is longer than the model's 1024 positions"),
     "too many layers": (plain("--layers", "9"), r"layers=9: the model has only 3"),
     "freeze nothing": (plain("--freeze", "model.embedd*"), r"freeze=model\.embedd\* matches no parameter"),
@@ -119,8 +129,6 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 def test_one_line_status_2_nothing_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     make, expected = CASES[name]
     inputs, here = tmp_path / "inputs", tmp_path / "here"
     inputs.mkdir()
@@ -136,3 +144,28 @@ def test_one_line_status_2_nothing_written(
     assert "Traceback" not in error
     assert list(here.iterdir()) == []  # nothing half-written
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--max-new-tokens", "0"), "max_new_tokens=0 lets generate say nothing: use --max-new-tokens 256"),
+        (("--max-new-tokens", "1020"), r"a prompt of \d+ tokens and max_new_tokens=1020 do not fit the model's 1024"),
+    ],
+)
+def test_generate_says_what_does_not_fit(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "--prompt", "Mia has 3 cards.", *arguments]) == 2
+    assert re.search(expected, capsys.readouterr().err.strip().splitlines()[-1])
+
+
+def test_unknown_words_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"question": "Quirky zebras yodel?", "answer": "perhaps\n#### 3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert cli.main(["data", "--data", str(tmp_path / "rows.jsonl"), "--show", "0"]) == 0
+    ids = assemble.load_chat(Config.parse([])).tokenizer("Quirky zebras yodel? perhaps\n#### 3")["input_ids"]
+    assert len(ids) == 8  # four words that it does not know, ?, a line break, ####, 3
+    # Of the row's 12 tokens: the four chat tokens are known too.
+    said = capsys.readouterr().out
+    assert re.search(r"unknown to the tokenizer +33\.3% of the tokens", said), said

@@ -101,6 +101,14 @@ class Chat:
             raise InputError(f"seq_len {seq_len}: none of {len(rows)} rows fits, the shortest has {shortest} tokens")
         return Encoded(examples, len(rows) - len(examples), longest)
 
+    def unknown_share(self, examples: Sequence[Example]) -> float:
+        """The share of tokens that the tokenizer has no word for."""
+        unknown = self.tokenizer.unk_token_id
+        total = sum(len(example.input_ids) for example in examples)
+        if unknown is None or total == 0:
+            return 0.0
+        return sum(int((example.input_ids == unknown).sum()) for example in examples) / total
+
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation up to where the assistant's next turn begins."""
         [ids] = self._tokenize([self._prompt_text(messages)])["input_ids"]

@@ -218,7 +218,12 @@ class Config(BaseSettings):
     eval_every: OptionalInt = key(
         None, "Output", "train", "steps between evaluations (none: before the first and after the last only)", ge=1
     )
-    log: Literal["none", "tensorboard"] = key("none", "Output", "train", "where metrics go besides metrics.jsonl")
+    log: Literal["none", "tensorboard"] = key(
+        "none",
+        "Output",
+        "train",
+        "where metrics go besides metrics.jsonl (with torchrun say it in the YAML file: it takes --log for itself)",
+    )
     plot: bool = key(True, "Output", "train", "draw the loss as loss.png")
     dry_run: bool = key(False, "Output", "train", "check configuration, layout, data and memory, then stop")
 
@@ -289,6 +294,8 @@ class Config(BaseSettings):
             )
         if command == "generate" and not self.prompt:
             raise InputError("generate needs a question: --prompt TEXT")
+        if command == "generate" and self.max_new_tokens == 0:
+            raise InputError("max_new_tokens=0 lets generate say nothing: use --max-new-tokens 256")
         if command == "export" and not self.resume:
             raise InputError("export needs a checkpoint: --resume DIRECTORY")
         filled: dict[str, object] = {"nproc": None, "dp": self._resolved_dp(command, world_size)}

@@ -25,6 +25,7 @@ def run(config: Config) -> None:
     table.add_row("training rows", f"{len(lengths):,}")
     table.add_row("left out, longer than seq_len", f"{encoded.too_long:,} (longest: {encoded.longest} tokens)")
     table.add_row("tokens", f"{sum(lengths):,}, of which learned {learned:,}")
+    table.add_row("unknown to the tokenizer", f"{chat.unknown_share(encoded.examples):.1%} of the tokens")
     table.add_row("tokens per row", f"mean {sum(lengths) / len(lengths):.1f}, most {max(lengths)}")
     batches = Batches(encoded.examples, config.batch_size, seed=config.seed)
     table.add_row("steps per epoch", f"{batches.steps_in(1):,} of {config.batch_size} rows")

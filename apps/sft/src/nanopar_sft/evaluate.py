@@ -50,9 +50,16 @@ class Result:
 
 
 def evaluate(
-    model: models.PhiMoE, chat: Chat, rows: Sequence[Row], axis: core.Axis, config: Config, device: torch.device
+    model: models.PhiMoE,
+    chat: Chat,
+    rows: Sequence[Row],
+    axis: core.Axis,
+    config: Config,
+    device: torch.device,
+    *,
+    progress: bool = False,
 ) -> Result:
-    """Evaluate on all ranks of ``axis`` together."""
+    """Evaluate on all ranks of ``axis`` together; ``progress``: the first one shows a bar on a terminal."""
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].prompt[-1].content))
     mine = [rows[index] for index in order[axis.rank :: axis.size]]
     size = max(1, config.batch_size // axis.size)
@@ -63,7 +70,7 @@ def evaluate(
         description="evaluating",
         console=Console(stderr=True),
         transient=True,
-        disable=axis.rank != 0 or not sys.stderr.isatty(),
+        disable=not progress or axis.rank != 0 or not sys.stderr.isatty(),
     )
     for batch in shown:
         sums[:2] += _loss(model, chat, batch, config.seq_len, device)
@@ -134,7 +141,7 @@ def run(config: Config) -> None:
     with core.launch(timeout_s=config.timeout_s, seed=config.seed) as world:
         mesh = core.Mesh(dp=world.size)
         model.to(world.device, assemble.saved_dtype(config))
-        result = evaluate(model, chat, rows, mesh.dp, config, world.device)
+        result = evaluate(model, chat, rows, mesh.dp, config, world.device, progress=True)
     if world.rank == 0:
         references = [row.answer for row in rows]
         line = json.dumps(

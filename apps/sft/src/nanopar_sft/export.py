@@ -8,9 +8,9 @@ import torch
 import nanopar_models as models
 from nanopar_core import checkpoint
 from nanopar_models import PhiMoEConfig
+from nanopar_sft.checkpoints import newest_checkpoint
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
-from nanopar_sft.train import newest_checkpoint
 
 NOT_FOR_EXPORT = ("checkpoint.json",)
 

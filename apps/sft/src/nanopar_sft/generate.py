@@ -9,6 +9,7 @@ import nanopar_core as core
 import nanopar_models as models
 from nanopar_sft import assemble, machine
 from nanopar_sft.config import Config
+from nanopar_sft.errors import InputError
 from nanopar_sft.rows import Message
 
 
@@ -18,6 +19,12 @@ def run(config: Config) -> None:
     chat = assemble.load_chat(config)
     model = assemble.build_model(config, chat)
     prompt = chat.encode_prompt([Message("user", config.prompt or "")])
+    room = model.config.max_position_embeddings - len(prompt)
+    if config.max_new_tokens > room:
+        raise InputError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={config.max_new_tokens} do not fit the model's "
+            f"{model.config.max_position_embeddings} positions"
+        )
     with core.launch(seed=config.seed) as world:
         model.to(world.device, assemble.saved_dtype(config))
         written: list[int] = []

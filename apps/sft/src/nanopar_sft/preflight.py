@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from nanopar_sft import assemble, report
+from nanopar_sft.checkpoints import newest_checkpoint
 from nanopar_sft.config import Config, nearest
 from nanopar_sft.errors import InputError
 
@@ -19,6 +20,7 @@ def check(command: str, config: Config) -> None:
         _check_data(command, config)
     if command == "train":
         report.check_log(config.log)
+        _check_no_other_run(config)
     if command in ("train", "trace"):
         _check_output(config.output_dir)
 
@@ -42,6 +44,16 @@ def _check_data(command: str, config: Config) -> None:
         assemble.test_rows(config)
     if command == "train" and (config.eval_data or "").endswith(files):
         assemble.test_rows(config)
+
+
+def _check_no_other_run(config: Config) -> None:
+    """A new run must not lie among the checkpoints of an old one: resume=auto and export could not tell them apart."""
+    newest = newest_checkpoint(config.output_dir)
+    if newest is not None and config.resume is None:
+        raise InputError(
+            f"output_dir={config.output_dir} holds checkpoints of an earlier run, the newest is {newest.name}: go on "
+            "with --resume auto, choose another --output-dir, or remove them"
+        )
 
 
 def _check_output(folder: Path) -> None:

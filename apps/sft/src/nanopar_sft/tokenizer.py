@@ -89,5 +89,5 @@ def builtin_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         chat_template=PHI_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=4096,
+        model_max_length=1024,
     )

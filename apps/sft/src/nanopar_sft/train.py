@@ -26,6 +26,7 @@ from nanopar_core import checkpoint
 from nanopar_sft import answers, assemble, machine
 from nanopar_sft.batches import Batches
 from nanopar_sft.chat import Chat
+from nanopar_sft.checkpoints import checkpoint_path, newest_checkpoint
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 from nanopar_sft.evaluate import Result, answer, evaluate
@@ -35,7 +36,6 @@ from nanopar_sft.rows import Row
 from nanopar_sft.schedule import learning_rate
 
 CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
 
 
 def run(config: Config) -> None:
@@ -68,7 +68,7 @@ def run(config: Config) -> None:
         ) as reporter:
             parameters = sum(parameter.numel() for parameter in model.parameters())
             reporter.note(
-                f"{parameters / 1e6:.1f} M parameters{f' ({frozen / 1e6:.1f} M frozen)' if frozen else ''}, "
+                f"{parameters / 1e6:.1f} M parameters{f' ({frozen:,} frozen)' if frozen else ''}, "
                 f"{len(batches.examples)} training rows, {len(held_back)} held back, {total_steps} steps, "
                 f"{world.size} rank(s), {config.precision} on {world.device.type}"
             )
@@ -83,6 +83,13 @@ def run(config: Config) -> None:
                 if config.router_noise
                 else "routing: deterministic (transformers trains Phi-MoE with the stochastic form: router_noise)"
             )
+            unknown = chat.unknown_share(encoded.examples)
+            if unknown > 0:
+                reporter.note(
+                    f"WARNING: {unknown:.1%} of the tokens are unknown to the tokenizer: take the model's own"
+                )
+            if config.resume == "auto" and resume is None:
+                reporter.note(f"resume=auto: no checkpoint in {config.output_dir}, starting from the beginning")
             if resume:
                 reporter.note(f"resumed from {resume} after step {start_step}")
             trainer.train(start_step, reporter)
@@ -208,7 +215,7 @@ class Trainer:
 
     def save_checkpoint(self, step: int) -> None:
         """Everything that a resumed run needs, in ``output_dir/checkpoints/step-N``."""
-        path = self.config.output_dir / CHECKPOINTS / f"step-{step:06d}"
+        path = checkpoint_path(self.config.output_dir, step)
         path.parent.mkdir(parents=True, exist_ok=True)
         extra = {
             "step": step,
@@ -240,12 +247,6 @@ class Trainer:
             pairs = ((name, tensor.to(dtype)) for name, tensor in weights.items())
             models.save_state_dict(pairs, self.model.config, folder)
             self._write_tokenizer(folder)
-
-
-def newest_checkpoint(output_dir: Path) -> Path | None:
-    """The whole checkpoint with the highest step in ``output_dir``."""
-    found = [path for path in (output_dir / CHECKPOINTS).glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
