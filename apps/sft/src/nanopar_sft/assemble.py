@@ -20,7 +20,8 @@ import nanopar_models as models
 import nanopar_zero as zero
 from nanopar_core import Axis
 from nanopar_models.weights import read_config
-from nanopar_sft.chat import Chat
+from nanopar_sft.batches import Batches
+from nanopar_sft.chat import Chat, Encoded
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 from nanopar_sft.rows import Row, load_rows
@@ -123,7 +124,21 @@ def _changed(shape: models.PhiMoEConfig, config: Config) -> models.PhiMoEConfig:
     return dataclasses.replace(shape, **changes)
 
 
-def check_balancing_loss(shape: models.PhiMoEConfig, parts: int) -> None:
+def training_batches(config: Config, chat: Chat) -> tuple[Encoded, Batches]:
+    """The training rows as tokens, with what became of them, and the batches made of them."""
+    encoded = chat.encode(training_rows(config), config.seq_len)
+    return encoded, Batches(encoded.examples, config.batch_size, seed=config.seed)
+
+
+def training_model(config: Config, chat: Chat, *, meta: bool = False) -> models.PhiMoE:
+    """The model as it will be trained: checked against the layout, its frozen parameters frozen."""
+    model = build_model(config, chat, meta=meta)
+    _check_balancing_loss(model.config, (config.dp or 1) * config.microbatches)
+    _freeze(model, config.freeze)
+    return model
+
+
+def _check_balancing_loss(shape: models.PhiMoEConfig, parts: int) -> None:
     """Refuse the batch-wide balancing loss where the batch is cut: its value would depend on the cut."""
     if shape.output_router_logits and shape.router_aux_loss_coef > 0 and parts > 1:
         raise InputError(
@@ -133,19 +148,16 @@ def check_balancing_loss(shape: models.PhiMoEConfig, parts: int) -> None:
         )
 
 
-def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:
-    """Stop the training of parameters whose names match; returns how many elements that are."""
-    frozen = 0
+def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Stop the training of parameters whose names match."""
     for pattern in patterns:
         matching = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, pattern)]
         if not matching:
             raise InputError(f"freeze={pattern} matches no parameter, such as {next(model.named_parameters())[0]}")
         for parameter in matching:
-            frozen += parameter.numel() if parameter.requires_grad else 0
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(f"freeze={','.join(patterns)} leaves nothing to train")
-    return frozen
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from rich.console import Console
 from rich.table import Table
 
 from nanopar_sft import answers, assemble
-from nanopar_sft.batches import Batches
 from nanopar_sft.config import Config
 from nanopar_sft.show import render
 
@@ -13,8 +12,7 @@ def run(config: Config) -> None:
     """Print ``config.show`` rows, then counts."""
     console = Console(soft_wrap=True)
     chat = assemble.load_chat(config)
-    rows = assemble.training_rows(config)
-    encoded = chat.encode(rows, config.seq_len)
+    encoded, batches = assemble.training_batches(config, chat)
     for number, example in enumerate(encoded.examples[: config.show], start=1):
         console.print(f"row {number}: {len(example.input_ids)} tokens, {example.label_count} learned")
         console.print(render(example, chat.tokenizer))
@@ -27,7 +25,6 @@ def run(config: Config) -> None:
     table.add_row("tokens", f"{sum(lengths):,}, of which learned {learned:,}")
     table.add_row("unknown to the tokenizer", f"{chat.unknown_share(encoded.examples):.1%} of the tokens")
     table.add_row("tokens per row", f"mean {sum(lengths) / len(lengths):.1f}, most {max(lengths)}")
-    batches = Batches(encoded.examples, config.batch_size, seed=config.seed)
     table.add_row("steps per epoch", f"{batches.steps_in(1):,} of {config.batch_size} rows")
     if held_back := assemble.held_back_rows(config):
         share = answers.commonest_answer_share([row.answer for row in held_back])

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanopar_sft import assemble, metrics
-from nanopar_sft.batches import Batches
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 
@@ -27,9 +26,9 @@ def first_loss(config: Config) -> float:
     shape = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
     shape.update({key: value for key, value in changes.items() if value is not None})
     model = AutoModelForCausalLM.from_pretrained(config.model, config=shape, dtype=torch.float32).eval()
-    encoded = assemble.load_chat(config).encode(assemble.training_rows(config), config.seq_len)
+    _, batches = assemble.training_batches(config, assemble.load_chat(config))
     total, counted = 0.0, 0
-    for example in Batches(encoded.examples, config.batch_size, seed=config.seed).batch(0):
+    for example in batches.batch(0):
         ids, labels = torch.tensor(example.input_ids).long(), torch.tensor(example.labels).long()
         logits = model(ids[None]).logits[0, :-1].double()
         total += F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum").item()

@@ -19,7 +19,6 @@ from rich.table import Table
 import nanopar_core as core
 from nanopar_core.ledger import Ledger, Record, Total, observing
 from nanopar_sft import assemble, machine
-from nanopar_sft.batches import Batches
 from nanopar_sft.config import Config
 from nanopar_sft.train import Trainer
 
@@ -31,11 +30,8 @@ def run(config: Config) -> None:
     """Trace step 3 of a training run that is thrown away."""
     machine.set_threads(config.threads)
     chat = assemble.load_chat(config)
-    encoded = chat.encode(assemble.training_rows(config), config.seq_len)
-    batches = Batches(encoded.examples, config.batch_size, seed=config.seed)
-    model = assemble.build_model(config, chat)
-    assemble.check_balancing_loss(model.config, (config.dp or 1) * config.microbatches)
-    assemble.freeze(model, config.freeze)
+    _, batches = assemble.training_batches(config, chat)
+    model = assemble.training_model(config, chat)
     with core.launch(timeout_s=config.timeout_s, seed=config.seed) as world:
         trainer = Trainer(config, world, model, chat, batches, [], WARM_UP_STEPS + 1)
         with core.ledger() as book:

@@ -42,20 +42,18 @@ def run(config: Config) -> None:
     """The command ``train``."""
     machine.set_threads(config.threads)
     chat = assemble.load_chat(config)
-    rows, held_back = assemble.training_rows(config), assemble.held_back_rows(config)
-    encoded = chat.encode(rows, config.seq_len)
-    batches = Batches(encoded.examples, config.batch_size, seed=config.seed)
+    encoded, batches = assemble.training_batches(config, chat)
+    held_back = assemble.held_back_rows(config)
     total_steps = config.steps or batches.steps_in(config.epochs or 1)
     if config.warmup_steps(total_steps) >= total_steps and config.warmup >= 1:
         raise InputError(f"warmup={config.warmup:g} leaves no step to train in {total_steps} steps")
-    left_out = f"{encoded.too_long} of {len(rows)} rows are longer than seq_len={config.seq_len} and left out"
+    rows = len(encoded.examples) + encoded.too_long
+    left_out = f"{encoded.too_long} of {rows} rows are longer than seq_len={config.seq_len} and left out"
     if config.dry_run:
         _describe(config, chat, batches, total_steps, left_out)
         return
     resume = _checkpoint_to_resume(config)
-    model = assemble.build_model(config, chat)
-    assemble.check_balancing_loss(model.config, (config.dp or 1) * config.microbatches)
-    frozen = assemble.freeze(model, config.freeze)
+    model = assemble.training_model(config, chat)
     with core.launch(timeout_s=config.timeout_s, seed=config.seed) as world:
         trainer = Trainer(config, world, model, chat, batches, held_back, total_steps)
         start_step = trainer.resume(resume) if resume else 0
@@ -67,6 +65,7 @@ def run(config: Config) -> None:
             config.output_dir, total_steps, start_step=start_step, log=config.log, plot=config.plot, enabled=first
         ) as reporter:
             parameters = sum(parameter.numel() for parameter in model.parameters())
+            frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
             reporter.note(
                 f"{parameters / 1e6:.1f} M parameters{f' ({frozen:,} frozen)' if frozen else ''}, "
                 f"{len(batches.examples)} training rows, {len(held_back)} held back, {total_steps} steps, "
@@ -264,9 +263,7 @@ def _describe(config: Config, chat: Chat, batches: Batches, total_steps: int, le
     """What a run would do, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
-    model = assemble.build_model(config, chat, meta=True)
-    assemble.check_balancing_loss(model.config, (config.dp or 1) * config.microbatches)
-    assemble.freeze(model, config.freeze)
+    model = assemble.training_model(config, chat, meta=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     compute = 2 if config.precision == "bf16" else 4

@@ -101,8 +101,10 @@ def launch(
             if debug and world.size > 1:
                 comparison = Comparison(_own_connection(store), world.rank, recorder, debug_timeout_s)
                 observers.enter_context(observing(comparison))
-                observers.callback(comparison.flush)
-            yield world
+                yield world
+                comparison.flush()  # only where all went well: a failure must be announced at once
+            else:
+                yield world
     except SystemExit as error:
         if alarm is not None and error.code not in (0, None):
             alarm.sound(f"it exited with status {error.code}")

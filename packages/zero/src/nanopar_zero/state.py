@@ -1,9 +1,11 @@
-"""Weights and optimizer state under the model's own names, in memory and in checkpoints for any number of ranks.
+"""Weights and optimizer state under the model's own names, in memory and in checkpoints.
 
-checkpoint               what it holds
-model.<name>             weights and buffers; trained parameters as the masters, in full precision
-optimizer.<key>.<name>   the optimizer's state of that parameter: exp_avg, exp_avg_sq, step, momentum_buffer, ...
-checkpoint.json          the parameter groups' options, and what the caller adds
+    checkpoint               what it holds
+    model.<name>             weights and buffers; trained parameters as the masters, in full precision
+    optimizer.<key>.<name>   the optimizer's state of that parameter: exp_avg, exp_avg_sq, step, momentum_buffer, ...
+    checkpoint.json          the parameter groups' options, and what the caller adds
+
+Since everything is stored by parameter, a checkpoint fits any number of ranks and any bucket size.
 """
 
 from __future__ import annotations
