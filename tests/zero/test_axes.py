@@ -1,5 +1,6 @@
 """Over which ranks gradients and norm are summed: specs of other strategies, two data axes, foreign groups."""
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import nanopar_core as core
 import nanopar_zero as zero
-from nanopar_core.testing import assert_parity, run
+from nanopar_core.testing import assert_parity, run, train_plainly
+from nanopar_core.verify import portable
 
 # ------------------------------------------------------------------------------------------- other kinds of data axis
 
@@ -34,22 +36,38 @@ def on_another_axis(case: Case, kind: str) -> dict[str, Any]:
     return train(model, optimizer, case, core.Mesh(dp=size).dp)
 
 
+AXES = {
+    "process group": {"dp": 2},
+    "device mesh": {"dp": 2},
+    "replicate": {"dp_replicate": 2, "dp": 2},
+    "flattened": {"dp": 2, "cp": 2},
+}
+
+
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["process group", "device mesh", "replicate", "flattened"])
+@pytest.mark.parametrize("kind", AXES)
 def test_kinds_of_data_axis(kind: str, reduce: str) -> None:
     case = Case(reduce=reduce, micro_batches=2, no_sync=reduce == "sum", bucket_bytes=500, max_norm=0.1)
-    ranks = 4 if kind in ("replicate", "flattened") else 2
-    first, *others = run(ranks, on_another_axis, case, kind)
-    assert_parity(reference(case), first)
-    for other in others:
-        assert_parity(first, other, rtol=0.0)
+    results = run(prod(AXES[kind].values()), on_another_axis, case, kind)
+    assert_parity(reference(case), results, axes=AXES[kind], micro_batches=case.micro_batches)
 
 
 # ------------------------------------------------------------------------- experts, partial sums, divided parameters
 
 
+class Whole(nn.Module):
+    """Shared weights, the weights of both experts one after the other, a norm, and a weight that may be divided."""
+
+    def __init__(self, halves: int) -> None:
+        super().__init__()
+        self.shared = nn.Parameter(value_of("shared"))
+        self.expert = nn.Parameter(torch.cat([value_of("expert0"), value_of("expert1")]))
+        self.norm = nn.Parameter(value_of("norm"))
+        self.piece = nn.Parameter(value_of("whole")[: 3 * halves].clone())
+
+
 class Divided(nn.Module):
-    """What a rank holds of a model: shared weights, its expert, its half of a divided weight."""
+    """What a rank holds of it: shared weights, its expert, its half of a divided weight."""
 
     def __init__(self, expert: int, half: int) -> None:
         super().__init__()
@@ -71,14 +89,34 @@ def row_of(rank: int, step: int) -> Tensor:
     return torch.randn(3, generator=torch.Generator().manual_seed(10 * step + rank)).double()
 
 
+def loss_of_whole(model: Whole, x: Tensor, expert: int, divisor: int) -> Tensor:
+    """The same for one row and all pieces of the weights together."""
+    product = x * model.shared * model.expert.chunk(2)[expert]
+    of_pieces = sum((model.norm.exp() * half).sum() for half in model.piece.split(3))
+    return (product.sum() + of_pieces + model.piece.cos().sum()) / divisor
+
+
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
+
+
+def gathered(tensors: dict[str, Tensor], divided: str, axis: core.Axis) -> dict[str, Tensor]:
+    """Copies, the divided parameter's put together over the axis."""
+    return {name: core.all_gather(t, axis) if name == divided else t.clone() for name, t in tensors.items()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 STEPS = 3
 
 
-def expert_parallel(reduce: str, bucket_bytes: int) -> tuple[int, list[float], dict[str, Tensor], dict[str, Tensor]]:
+def expert_parallel(reduce: str, bucket_bytes: int) -> dict[str, Any]:
     mesh = core.Mesh(dp=4, ep=2)
     model = Divided(mesh.ep.rank, half=0)
     with torch.no_grad():  # only the first rank that holds a parameter has the right values
@@ -88,14 +126,22 @@ def expert_parallel(reduce: str, bucket_bytes: int) -> tuple[int, list[float], d
             model.expert.zero_()
     specs = {"expert": core.ParamSpec(shards=(core.Shard(mesh.ep, 0),), data_axis=mesh.edp)}
     optimizer = zero.shard(model, adam, axis=mesh.dp, stage=0, specs=specs, reduce=reduce, bucket_bytes=bucket_bytes)
-    norms = []
+    losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(row_of(mesh.dp.rank, step)).backward()
+        loss = model(row_of(mesh.dp.rank, step))
+        loss.backward()
+        gradients = gradients_of(model)
         norms.append(optimizer.clip_grad_norm_(1.0).item())
         optimizer.step()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return mesh.ep.rank, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+        losses.append(core.all_reduce(loss.detach(), mesh.dp).item() / (4 if reduce == "mean" else 1))
+    return {
+        "loss": losses,
+        "norm": norms,
+        "gradients": gathered(gradients, "expert", mesh.ep),
+        "weights": gathered(weights_of(model), "expert", mesh.ep),
+        "specs": portable(specs),
+    }
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
@@ -103,27 +149,15 @@ def expert_parallel(reduce: str, bucket_bytes: int) -> tuple[int, list[float], d
 def test_an_experts_gradient_is_summed_over_its_own_axis_and_divided_like_all_others(
     reduce: str, bucket_bytes: int
 ) -> None:
-    models = [Divided(expert, half=0) for expert in range(2)]
-    for name in ("shared", "norm", "piece"):
-        setattr(models[1], name, getattr(models[0], name))
-    parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
-    optimizer, norms = adam(parameters), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = sum(models[rank % 2](row_of(rank, step)) for rank in range(4))
-        (total / 4 if reduce == "mean" else total).backward()
-        norms.append(nn.utils.clip_grad_norm_(parameters, 1.0).item())
-        optimizer.step()
+    divisor = 4 if reduce == "mean" else 1
+    steps = [[(row_of(rank, step), rank % 2, divisor) for rank in range(4)] for step in range(STEPS)]
+    expected = train_plainly(Whole(halves=1), steps, loss_of_whole, adam, max_norm=1.0)
     results = run(4, expert_parallel, reduce, bucket_bytes)
-    assert [result[0] for result in results] == [0, 1, 0, 1]
-    for expert, norms_here, gradients, weights in results:
-        assert norms_here == pytest.approx(norms, rel=1e-12)
-        for name, parameter in models[expert].named_parameters():
-            torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-12)  # clipped by norm + 1e-6
+    specs, *_ = [result.pop("specs") for result in results]
+    assert_parity(expected, results, specs, axes={"dp": 4, "ep": 2})
 
 
-def tensor_parallel(reduce: str, bucket_bytes: int) -> tuple[int, list[float], dict[str, Tensor], list[str]]:
+def tensor_parallel(reduce: str, bucket_bytes: int) -> dict[str, Any]:
     mesh = core.Mesh(dp=2, tp=2)
     model = Divided(expert=0, half=mesh.tp.rank)
     specs = {
@@ -131,46 +165,41 @@ def tensor_parallel(reduce: str, bucket_bytes: int) -> tuple[int, list[float], d
         "norm": core.ParamSpec(grad_sum=(mesh.tp,)),
     }
     optimizer = zero.shard(model, adam, axis=mesh.dp, stage=0, specs=specs, reduce=reduce, bucket_bytes=bucket_bytes)
-    norms = []
+    norms, gradients, sent = [], {}, set()
     for step in range(STEPS):
         optimizer.zero_grad()
         with core.ledger() as book:
             for micro in range(2):  # both are reduced: the sum of the first must count once
                 (model(row_of(mesh.dp.rank, step + 100 * micro)) / 2).backward()
+            gradients = gradients_of(model)
             norms.append(optimizer.clip_grad_norm_(1.0).item())
         optimizer.step()
-    axes = sorted({f"{record.label} over {record.axis}" for record in book.records})
-    return mesh.tp.rank, norms, {name: p.detach().clone() for name, p in model.named_parameters()}, axes
+        sent = {f"{record.label} over {record.axis}" for record in book.records}
+    return {
+        "norm": norms,
+        "gradients": gathered(gradients, "piece", mesh.tp),
+        "weights": gathered(weights_of(model), "piece", mesh.tp),
+        "specs": portable(specs),
+        "sent": sent,
+    }
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_partial_sums_are_added_and_divided_parameters_counted_once_in_the_norm(reduce: str, bucket_bytes: int) -> None:
-    halves = [Divided(expert=0, half=half) for half in range(2)]
-    for name in ("shared", "expert", "norm"):
-        setattr(halves[1], name, getattr(halves[0], name))
-    parameters = list(dict.fromkeys(p for model in halves for p in model.parameters()))
-    optimizer, norms = adam(parameters), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for data in range(2):
-            for micro in range(2):
-                row = row_of(data, step + 100 * micro)
-                # Shared weights see the same row on both tensor ranks, whose gradients are copies; norm's are parts.
-                total = (row * halves[0].shared * halves[0].expert).sum()
-                total = total + sum(
-                    (model.norm.exp() * model.piece).sum() + model.piece.cos().sum() for model in halves
-                )
-                (total / 2 / (2 if reduce == "mean" else 1)).backward()
-        norms.append(nn.utils.clip_grad_norm_(parameters, 1.0).item())
-        optimizer.step()
+    # Shared weights see the same row on both tensor ranks, whose gradients are copies; norm's are parts.
+    divisor = 2 * (2 if reduce == "mean" else 1)
+    rows = [[row_of(data, step + 100 * micro) for data in range(2) for micro in range(2)] for step in range(STEPS)]
+    steps = [[(row, 0, divisor) for row in of_step] for of_step in rows]
+    expected = train_plainly(Whole(halves=2), steps, loss_of_whole, adam, max_norm=1.0)
+    for name in ("weights", "gradients"):
+        expected[name]["expert"] = expected[name]["expert"][:3]  # all ranks have the first expert alone
+    del expected["loss"]  # of which each tensor rank has its part
     results = run(4, tensor_parallel, reduce, bucket_bytes)
-    assert [result[0] for result in results] == [0, 1, 0, 1]
-    for half, norms_here, weights, axes in results:
-        assert norms_here == pytest.approx(norms, rel=1e-12)
-        assert axes == ["gradients over dp", "gradients over tp", "norm over tp"]
-        for name, parameter in halves[half].named_parameters():
-            torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-9, atol=1e-12)
+    specs, *_ = [result.pop("specs") for result in results]
+    for result in results:
+        assert result.pop("sent") == {"gradients over dp", "gradients over tp", "norm over tp"}
+    assert_parity(expected, results, specs, axes={"dp": 2, "tp": 2}, micro_batches=2)
 
 
 def half_of_a_gradient(gradients: tuple[tuple[float, float], ...], max_norm: float) -> tuple[float, list[float]]:

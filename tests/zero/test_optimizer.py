@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import nanopar_core as core
 import nanopar_zero as zero
-from nanopar_core.testing import run
+from nanopar_core.testing import assert_parity, run
 
 X = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)).double()
 
@@ -40,6 +40,10 @@ def sgd_of(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -74,7 +78,7 @@ def test_learning_rate_schedules_act_as_on_torchs_own(name: str) -> None:
             rates[-1].append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
     assert rates[0] == rates[1]
     assert len(set(rates[0])) >= 4
-    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+    assert_parity({"weights": weights(plain)}, {"weights": weights(model)}, rtol=1e-10)
 
 
 def test_it_is_a_torch_optimizer_that_shares_groups_and_state() -> None:
@@ -119,13 +123,13 @@ def test_a_closure_recomputes_the_loss_once_with_gradients_on() -> None:
 
         return closure
 
-    losses = []
+    results = []
     for trained, optimizer in ((plain, adamw(plain.parameters())), (model, shard(model))):
         with torch.no_grad():
-            losses.append([optimizer.step(closure_for(trained, optimizer)).item() for _ in range(3)])
+            losses = [optimizer.step(closure_for(trained, optimizer)).item() for _ in range(3)]
+        results.append({"loss": losses, "weights": weights(trained)})
     assert calls == [True] * 6
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+    assert_parity(results[0], results[1], rtol=1e-12)
 
 
 def test_state_dict_continues_bit_for_bit_in_the_same_layout() -> None:
@@ -148,8 +152,7 @@ def test_state_dict_continues_bit_for_bit_in_the_same_layout() -> None:
     assert schedule.optimizer.param_groups is resumed.inner.param_groups
     resumed.param_groups[0]["lr"] = 0.02
     one_step(again, resumed)
-    for name, value in weights(model).items():
-        assert torch.equal(value, weights(again)[name]), name
+    assert_parity({"weights": weights(model)}, {"weights": weights(again)}, rtol=0.0)
 
 
 def test_no_new_parameters_after_the_start() -> None:
@@ -240,7 +243,7 @@ def test_torchs_own_clipping_works_too() -> None:
         trained(X).square().mean().backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 0.01)
         optimizer.step()
-    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+    assert_parity({"weights": weights(plain)}, {"weights": weights(model)}, rtol=1e-10)
 
 
 def test_gradients_replaced_by_the_caller_count() -> None:
@@ -251,7 +254,7 @@ def test_gradients_replaced_by_the_caller_count() -> None:
         trained[2].weight.grad = None
         trained[4].weight.grad.mul_(3)
         optimizer.step()
-    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+    assert_parity({"weights": weights(plain)}, {"weights": weights(model)}, rtol=1e-10)
 
 
 def test_a_norm_that_is_not_finite_changes_nothing_for_good() -> None:
@@ -268,7 +271,11 @@ def test_a_norm_that_is_not_finite_changes_nothing_for_good() -> None:
     for trained in (plain, model):
         trained(X).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), expected, rtol=1e-12, atol=0.0)
+    assert_parity(
+        {"norm": expected, "gradients": gradients(plain)},
+        {"norm": optimizer.clip_grad_norm_(1.0), "gradients": gradients(model)},
+        rtol=1e-12,
+    )
 
 
 def test_a_backward_pass_through_weights_from_before_the_step_is_refused() -> None:

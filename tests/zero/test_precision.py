@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import nanopar_core as core
 import nanopar_zero as zero
-from nanopar_core.testing import run
+from nanopar_core.testing import assert_parity, run
 
 BF16 = zero.PrecisionPolicy(param_dtype=torch.bfloat16)
 BF16_THROUGHOUT = zero.PrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -41,7 +41,7 @@ def local_loss(model: nn.Module, rank: int, step: int, micro: int) -> Tensor:
     return model(x).float().square().mean() / MICROS
 
 
-def masters_by_hand(dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, Tensor]:
+def masters_by_hand(dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
     """Weights in bf16, masters in fp32, gradients of each rank added up and sent in ``reduce_dtype``."""
     model = model_of(dtype)
     masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
@@ -63,7 +63,10 @@ def masters_by_hand(dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, 
         for name, master in masters.items():
             master.grad = (total[name].to(reduce_dtype) / RANKS).float()
         optimizer.step()
-    return {name: master.detach() for name, master in masters.items()}
+    return {
+        "gradients": {name: master.grad for name, master in masters.items() if master.grad is not None},
+        "weights": {name: master.detach() for name, master in masters.items()},
+    }
 
 
 def on_this_rank(dtype: torch.dtype, policy: zero.PrecisionPolicy) -> dict[str, dict[str, Tensor]]:
@@ -90,16 +93,17 @@ def on_this_rank(dtype: torch.dtype, policy: zero.PrecisionPolicy) -> dict[str, 
 def test_equals_master_weights_by_hand(dtype: torch.dtype, policy: zero.PrecisionPolicy) -> None:
     reduce_dtype = policy.reduce_dtype or torch.float32
     expected = masters_by_hand(dtype, reduce_dtype)
-    first, second = run(RANKS, on_this_rank, dtype, policy)
-    assert not second["masters"]
-    assert {value.dtype for value in first["masters"].values()} == {torch.float32}
-    torch.testing.assert_close(first["masters"], expected, rtol=1e-6, atol=1e-7)
-    for name, master in first["masters"].items():
-        assert torch.equal(first["weights"][name], master.bfloat16())
-        assert torch.equal(first["weights"][name], second["weights"][name])
-        assert first["gradients"][name].dtype == reduce_dtype
+    results = run(RANKS, on_this_rank, dtype, policy)
+    masters, nothing = (result.pop("masters") for result in results)
+    assert not nothing
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    assert_parity(expected, {"gradients": results[0]["gradients"], "weights": masters}, rtol=1e-6)
+    rounded = {name: master.bfloat16() for name, master in masters.items()}
+    assert_parity({"gradients": results[0]["gradients"], "weights": rounded}, results, rtol=0.0)
+    assert {gradient.dtype for gradient in results[0]["gradients"].values()} == {reduce_dtype}
+    assert {weight.dtype for weight in results[0]["weights"].values()} == {torch.bfloat16}
     # The masters hold more than the weights do: they are not weights rounded and widened.
-    assert any(not torch.equal(master, master.bfloat16().float()) for master in first["masters"].values())
+    assert any(not torch.equal(master, rounded[name].float()) for name, master in masters.items())
 
 
 class One(nn.Module):

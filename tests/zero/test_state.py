@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nanopar_core as core
 import nanopar_zero as zero
-from nanopar_core.testing import run
+from nanopar_core.testing import assert_parity, run, train_plainly
 
 needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="save and load need safetensors")
 
@@ -57,6 +57,10 @@ def train(model: Net, optimizer: zero.ZeroOptimizer, steps: range) -> None:
         optimizer.step()
 
 
+def global_batches(steps: range) -> list[list[tuple[Tensor, Tensor, int]]]:
+    return [[(x, y, 24) for x, y in batches(CASE)[step]] for step in steps]
+
+
 def size_of() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
@@ -74,13 +78,8 @@ def test_full_state_dict_is_the_models_own_on_the_first_rank_only() -> None:
     plain = Net().double()
     assert list(first) == list(plain.state_dict())
     assert "scratch" not in first
-    optimizer = adamw([p for p in plain.parameters() if p.requires_grad])
-    for step in range(2):
-        optimizer.zero_grad()
-        (x, y), *_ = batches(CASE)[step]
-        squared_error(plain, x, y, 24).backward()
-        optimizer.step()
-    torch.testing.assert_close(first, dict(plain.state_dict()), rtol=1e-9, atol=1e-12)
+    train_plainly(plain, global_batches(range(2)), squared_error, adamw)
+    assert_parity({"weights": plain.state_dict()}, {"weights": first})
     plain.load_state_dict(first)
 
 
@@ -113,6 +112,17 @@ def resumed(steps: int, path: str, more: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def without_a_break(steps: int) -> dict[str, Tensor]:
+    """The same in plain PyTorch: the weights of all steps, of which the later ones have another learning rate."""
+    torch.manual_seed(0)
+    plain = Net().double()
+    optimizer = adamw([p for p in plain.parameters() if p.requires_grad])
+    train_plainly(plain, global_batches(range(steps)), squared_error, lambda _: optimizer)
+    optimizer.param_groups[0]["lr"] = 0.02
+    train_plainly(plain, global_batches(range(steps, CASE.steps)), squared_error, lambda _: optimizer)
+    return dict(plain.state_dict())
+
+
 @needs_safetensors
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 4)])
@@ -120,13 +130,15 @@ def test_a_run_resumed_on_other_ranks_and_buckets_goes_on_as_before(
     before: int, after: int, steps: int, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "checkpoint")
-    expected = run(before, saved_after, steps, path, {"bucket_bytes": 300})
+    expected = {"weights": without_a_break(steps)}
+    saved = [{"weights": weights} for weights in run(before, saved_after, steps, path, {"bucket_bytes": 300})]
+    assert_parity(expected, saved)
     for bucket_bytes in (300, 10**6):
-        found = run(after, resumed, steps, path, {"bucket_bytes": bucket_bytes})
-        for weights in found:
-            if before == after:
-                assert all(torch.equal(weights[name], value) for name, value in expected[0].items())
-            torch.testing.assert_close(weights, expected[0], rtol=1e-9, atol=1e-12)
+        options = {"bucket_bytes": bucket_bytes}
+        found = [{"weights": weights} for weights in run(after, resumed, steps, path, options)]
+        assert_parity(expected, found)
+        if before == after:
+            assert_parity(saved[0], found, rtol=0.0)
 
 
 @needs_safetensors
