@@ -241,7 +241,5 @@ def by_rank() -> list[dict[tuple[str, bool], Result]]:
 def test_any_way_of_calling_backward(pattern: Pattern, local: bool, by_rank: list[dict[Any, Result]]) -> None:
     expected = in_one_process(pattern, 3)
     first, second = (results[pattern.__name__, local] for results in by_rank)
-    for step, *results in zip(
-        expected, first, second, strict=True
-    ):  # the first one that deviates is the one to explain
+    for step, *results in zip(expected, first, second, strict=True):  # to explain the first step that deviates
         assert_parity(step, results)
