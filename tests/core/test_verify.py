@@ -283,7 +283,7 @@ FAULTS: dict[type[Training], str] = {
     ShardNorm: r"replicas on dp differ in norm\[0\], gradients do not: norm of the local shard used as the global norm",
     NormOfCopies: r"norm\[0\]: ratio 1\.414 = square root of size of axis dp, gradients agree: copies counted as parts",
     NormBeforeReduction: r"replicas on dp differ in norm\[0\], gradients do not: norm of gradients before their reduc",
-    StaleMasters: r"loss, gradients and norm agree, weights do not \(0\.weight and 3 more\): the optimizer step: stale",
+    StaleMasters: r"loss, gradients, norm agree, weights do not \(0\.weight and 3 more\): the optimizer step: stale",
     Detached: r"first deviation 0\.bias: zero where the reference is not: detached, frozen or never written$",
     NotBroadcast: r"replicas on dp differ in weights, gradients do not: initial weights not broadcast: 0\.weight and 3",
     StepSkipped: r"optimizer step skipped or done differently on rank 1 \(the others agree with the reference\): 0\.we",
@@ -617,6 +617,7 @@ def doctored(**gradients: Any) -> tuple[Result, Result]:
         ({"second": 5}, {"dp": 2}, 5, "5.000 = number of micro-batches: summed where it should be averaged"),
         ({"second": 0.2}, {"dp": 2}, 5, "0.200 = 1/number of micro-batches: averaged where it should be summed"),
         ({"second": 5 / 7}, {"dp": 2}, 5, "0.714 = 5/7: divided by 7 where the step has 5 micro-batches"),
+        ({"second": 2}, {"dp": 2}, 2, "2.000 = size of axis dp or number of micro-batches: summed"),
         ({"second": 1.37}, {"dp": 2}, 5, "first deviation second: constant ratio 1.370"),
         ({"first": -1}, {"dp": 2}, 1, "first deviation first: constant ratio -1.000: wrong sign"),
         ({"first": 2, "third": 3}, {"dp": 2}, 3, "also third: constant ratio 3.000 = number of micro-batches: summed"),
@@ -659,6 +660,69 @@ def test_ratios_in_single_precision_and_near_zero() -> None:
     assert report.differences[0].ratio is None
 
 
+def test_all_that_a_size_may_be_is_named() -> None:
+    """The norm belongs to no parameter, whose axes would come first."""
+    said = verify.compare({"norm": 2.0}, {"norm": 4.0}, axes={"dp": 2}, micro_batches=2).diagnosis
+    assert said == (
+        "first deviation norm: ratio 2.000 = size of axis dp or number of micro-batches: summed where it should be "
+        "averaged",
+    )
+    assert "number of micro-batches" in verify.compare({"norm": 2.0}, {"norm": 4.0}, micro_batches=2).diagnosis[0]
+
+
+def test_the_echo_of_a_fault_is_not_a_ratio() -> None:
+    reference, candidate = (result | {"norm": [5.0, 4.0]} for result in doctored(second=1.0003))
+    report = verify.compare(reference, candidate | {"norm": [5.1, 4.0]})
+    assert report.diagnosis[0] == "first deviation second: no constant ratio"
+    reference, candidate = doctored(second=1.0003)  # of the first step it is the fault itself
+    assert verify.compare(reference, candidate).diagnosis[0] == "first deviation second: constant ratio 1.000"
+
+
+def test_values_that_are_only_near_are_not_reordered() -> None:
+    right = full_value("weight", 3, 4)
+    near = right * (1 + 1e-8 * full_value("noise", 3, 4))
+    gradients = {"gradients": {"w": full_value("gradient", 3, 4)}}
+    (said,) = verify.compare(gradients | {"weights": {"w": right}}, gradients | {"weights": {"w": near}}).diagnosis
+    assert said.startswith("gradients agree, weights do not (w): the optimizer step: stale master weights")
+    turned = near.flip(0)
+    (said,) = verify.compare(gradients | {"weights": {"w": near}}, gradients | {"weights": {"w": turned}}).diagnosis
+    assert said == "first deviation w: the same values in another order: shards put together wrongly"
+
+
+def test_weights_alone_claim_nothing_of_gradients() -> None:
+    right, wrong = {"weights": {"w": torch.ones(3)}}, {"weights": {"w": torch.full((3,), 2.0)}}
+    (said,) = verify.compare(right, wrong).diagnosis
+    assert said == "weights deviate (w): compare loss, gradients and norm too to see where it begins"
+    (said,) = verify.compare(right, [right, wrong]).diagnosis
+    assert said == (
+        "replicas on dp differ in weights: optimizer step skipped or done differently on rank 1 "
+        "(the others agree with the reference): w"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x: 2 * x, "constant ratio 2.000 = size of axis tp: summed where it should be averaged"),
+        (lambda x: x.flip(0), "the same values in another order: shards put together wrongly"),
+        (lambda x: x + 1, "no constant ratio"),
+        (lambda x: x * 0, "zero where the reference is not: detached, frozen or never written"),
+    ],
+)
+def test_outputs_come_before_loss_and_gradients(change: Any, sentence: str) -> None:
+    def result(outputs: Tensor) -> Result:
+        gradients = {name: outputs.sin() * full_value(name, 3, 4) for name in ("up", "down")}
+        return {"outputs": {"logits": outputs}, "loss": outputs.exp().sum(), "gradients": gradients}
+
+    x = full_value("x", 3, 4)
+    (said,) = verify.compare(result(x), result(change(x)), axes={"tp": 2}).diagnosis
+    assert said == (
+        f"first deviation outputs.logits: {sentence}; the forward pass has other weights, inputs or arithmetic"
+    )
+    (said,) = verify.compare(result(x), result(x) | {"loss": 2 * x.exp().sum()}, axes={"tp": 2}).diagnosis
+    assert said.startswith("loss deviates, gradients and norm do not: only its report is wrong: ratio 2.000")
+
+
 def test_a_gradient_that_is_not_there() -> None:
     reference, candidate = doctored()
     del candidate["gradients"]["second"]
@@ -686,12 +750,30 @@ def test_differences_are_data() -> None:
     assert difference.tolerance == pytest.approx(1e-9 * size)
 
 
+def test_keys_may_have_tolerances_of_their_own() -> None:
+    reference, candidate = doctored(first=1 + 1e-7, second=1 + 1e-4)
+    candidate["loss"] += 1e-7
+    names = ["loss", "gradients.first", "gradients.second"]
+    for rtol, left in (
+        (None, names),
+        ({}, names),
+        ({"loss": 1e-6}, names[1:]),
+        ({"gradients": 1e-6}, [names[0], names[2]]),
+        ({"gradients": 1e-3, "loss": 1e-6}, []),
+        (1e-6, names[2:]),
+    ):
+        report = verify.compare(reference, candidate, rtol=rtol)
+        assert [difference.name for difference in report.differences] == left
+    with pytest.raises(ValueError, match="rtol names logits, which is none of the reference's keys: loss, gradients"):
+        verify.compare(reference, candidate, rtol={"logits": 1e-3})
+
+
 def test_the_report_shows_the_largest_deviations() -> None:
     right = {f"p{number:02d}": torch.ones(2) for number in range(30)}
     wrong = {name: value * (1 + int(name[1:]) / 100) for name, value in right.items()}
     text = str(verify.compare({"weights": right}, {"weights": wrong}))
     assert text.startswith(
-        "29 differences from the reference\ndiagnosis:\n  loss, gradients and norm agree, weights do"
+        "29 differences from the reference\ndiagnosis:\n  weights deviate (p01 and 28 more): compare loss, gradients"
     )
     assert "weights.p29: differs by 2.900e-01, largest value 1.000e+00, tolerance 1.0e-05, ratio 1.290\n" in text
     assert "weights.p10" in text

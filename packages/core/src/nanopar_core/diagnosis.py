@@ -3,7 +3,7 @@
 A step's faults show in its own order, and what comes later in it follows from what came before. So causes are looked
 for in this order, and only the first one found is told:
 
-    ranks that disagree on gradients, norm, weights -> the data -> gradients -> norm -> loss -> the optimizer's update
+    ranks that disagree on gradients, norm, weights -> data -> outputs -> gradients -> norm -> loss -> the update
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import combinations
 from math import prod
 
 import torch
-from torch import Tensor
 
 from nanopar_core.evidence import Evidence, constant_ratio, largest
 from nanopar_core.grid import RankLists
@@ -28,7 +27,8 @@ def diagnose(e: Evidence) -> Iterator[str]:
     """Sentences for people, the earliest cause first."""
     yield from _names_and_shapes(e)
     yield from _rounding(e)
-    for cause in (_infinite, _gradients_apart, _norm_apart, _weights_apart, _data, _gradients, _norm, _loss, _update):
+    apart = (_gradients_apart, _norm_apart, _weights_apart)
+    for cause in (_infinite, *apart, _data, _outputs, _gradients, _norm, _loss, _update):
         if sentences := cause(e):
             yield from sentences
             return
@@ -98,7 +98,8 @@ def _weights_apart(e: Evidence) -> list[str]:
         return (
             [f"{_replicas(e, leaf)} differ in {leaf}: not reduced{_sum_is_right(e, leaf)}"] if leaf in e.apart else []
         )
-    differ = f"{_replicas(e, f'weights.{names[0]}')} differ in weights, gradients do not"
+    differ = f"{_replicas(e, f'weights.{names[0]}')} differ in weights"
+    differ += ", gradients do not" if e.names("gradients", e.expected) else ""
     if not e.starts_right:
         return [f"{differ}: initial weights not broadcast: {_listed(names)}"]
     leaves = [f"weights.{name}" for name in names if f"weights.{name}" in e.expected]
@@ -135,13 +136,20 @@ def _data(e: Evidence) -> list[str]:
     return [f"{leaf}: {count:g} instead of {right:g}: a micro-batch, or rows of one, dropped or repeated"]
 
 
+def _outputs(e: Evidence) -> list[str]:
+    leaf = next((name for name in e.wrong if name.startswith("outputs")), None)
+    if leaf is None or (e.steps > 1 and e.starts_right):
+        return []
+    return [f"first deviation {leaf}: {_verdict(e, leaf)}; the forward pass has other weights, inputs or arithmetic"]
+
+
 def _gradients(e: Evidence) -> list[str]:
     wrong = e.wrong_gradients
     if not wrong or (e.steps > 1 and e.starts_right):
         return []
     verdicts: dict[str, list[str]] = {}
     for name in wrong:
-        verdicts.setdefault(_verdict(e, name), []).append(name)
+        verdicts.setdefault(_verdict(e, f"gradients.{name}"), []).append(name)
     if not _telling(e):
         if (ratio := _common_ratio(e, wrong)) is not None:
             return [_off_by_a_constant(e, ratio)]
@@ -153,14 +161,14 @@ def _gradients(e: Evidence) -> list[str]:
     return [f"first deviation {found[0]}", *(f"also {text}" for text in found[1:]), *_in_common(e, wrong)]
 
 
-def _verdict(e: Evidence, name: str) -> str:
-    leaf = f"gradients.{name}"
+def _verdict(e: Evidence, leaf: str) -> str:
     expected, actual, ratio = e.expected[leaf], e.ranks[0][leaf], e.wrong[leaf].ratio
     if expected.shape == actual.shape and not actual.any():
         return "zero where the reference is not: detached, frozen or never written"
-    if ratio is not None:
-        return f"constant ratio {ratio:.3f}{_meaning(e, ratio, name)}"
-    return REORDERED if _reordered(expected, actual) else NO_RATIO
+    meaning = "" if ratio is None else _meaning(e, ratio, leaf)
+    if ratio is not None and (meaning or e.steps == 1 or abs(ratio - 1) > 0.01):  # the echo of a fault may be a ratio
+        return f"constant ratio {ratio:.3f}{meaning}"
+    return REORDERED if _reordered(e, leaf) else NO_RATIO
 
 
 def _telling(e: Evidence) -> list[str]:
@@ -229,13 +237,16 @@ def _update(e: Evidence) -> list[str]:
     if not weights and not later:
         return []
     for name in weights[:1]:
-        if _reordered(e.expected[f"weights.{name}"], e.ranks[0][f"weights.{name}"]):
+        if _reordered(e, f"weights.{name}"):
             return [f"first deviation {name}: {REORDERED}"]
     stale = "stale master weights (loaded values that never reached them)"
     if later:
         begin = f"the first step's loss and norm agree, {later[0]} does not"
         return [f"{begin}: the optimizer step: {stale}, the clipping factor, or the optimizer's options and states"]
-    begin = f"loss, gradients and norm agree, weights do not ({_listed(weights)})"
+    given = [key for key in ("loss", "gradients", "norm") if any(name.startswith(key) for name in e.expected)]
+    if not given:
+        return [f"weights deviate ({_listed(weights)}): compare loss, gradients and norm too to see where it begins"]
+    begin = f"{', '.join(given)} agree, weights do not ({_listed(weights)})"
     if _along_gradients(e, weights):
         return [f"{begin} and differ along the gradients: clipping factor or learning rate"]
     return [f"{begin}: the optimizer step: {stale}, or the optimizer's options and states"]
@@ -253,9 +264,11 @@ def _along_gradients(e: Evidence, weights: Sequence[str]) -> bool:
     return all(first and multiple and abs(multiple / first - 1) <= 10 * e.slack for multiple in multiples)
 
 
-def _reordered(expected: Tensor, actual: Tensor) -> bool:
-    one, other = (tensor.double().flatten().sort().values for tensor in (expected, actual))
-    return one.shape == other.shape and largest(one - other) <= 1e-6 * largest(one)
+def _reordered(e: Evidence, leaf: str) -> bool:
+    """Whether sorting leaves nothing of the difference."""
+    one, other = (values[leaf].double().flatten().sort().values for values in (e.expected, e.ranks[0]))
+    explained = min(1e-6 * largest(one), 1e-3 * e.wrong[leaf].deviation)
+    return one.shape == other.shape and largest(one - other) <= explained
 
 
 # -------------------------------------------------------------------------------------------------------------- naming
@@ -281,7 +294,7 @@ def _meaning_of_norm(e: Evidence, ratio: float) -> str:
 
 def _name(e: Evidence, ratio: float, name: str = "") -> tuple[str, str] | None:
     """The sizes of which the ratio is one, the inverse, or a product of two, and what that means."""
-    for places in (e.own_axes(name), e.view(name), e.places):
+    for places in [axes for axes in (e.own_axes(name), e.view(name)) if axes] + [e.places]:
         axes: dict[RankLists, str] = {}
         for axis, ranks in places.items():
             axes.setdefault(ranks, axis)  # of two names for the same ranks the first

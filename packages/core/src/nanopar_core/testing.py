@@ -235,7 +235,7 @@ def assert_parity(
     *,
     axes: Mesh | Mapping[str, int] | None = None,
     micro_batches: int = 1,
-    rtol: float | None = None,
+    rtol: float | Mapping[str, float] | None = None,
     floor: float = 1e-3,
 ) -> None:
     """Assert that ``nanopar_core.verify.compare``, which takes the same arguments, finds no difference.

@@ -2,9 +2,12 @@
 
     reference   {"loss": .., "norm": .., "gradients": {name: tensor}, "weights": {name: tensor}}   one plain process
     candidate   the same keys with full tensors, or the list of all ranks' dictionaries (``testing.run`` gives one)
+
         |
         +--> differences   (evidence.py)   what deviates from the reference; replicas that differ in any bit
         `--> diagnosis     (diagnosis.py)  the earliest cause that explains them: mend it, compare again
+
+Any of these keys may be missing: a model alone is compared by its ``outputs``, ``loss`` and ``gradients``.
 
 A parallel step goes wrong in few ways, and each leaves its mark:
 
@@ -13,6 +16,7 @@ A parallel step goes wrong in few ways, and each leaves its mark:
     all zero, negative, reordered    detached; wrong sign; shards put together in a wrong order
     gradients right, norm wrong      a shard's norm taken for the whole, or copies counted as parts
     gradients right, weights wrong   the optimizer, its master weights, the clipping factor
+    outputs wrong                    the forward pass: other weights, inputs, arithmetic
     no ratio at all, loss wrong too  other rows or other weights of the rows: the error lies before backward
 
 Compare after one step where you can: from the second step on, an error in one parameter is in all of them.
@@ -82,7 +86,7 @@ def compare(
     *,
     axes: Mesh | Mapping[str, int] | None = None,
     micro_batches: int = 1,
-    rtol: float | None = None,
+    rtol: float | Mapping[str, float] | None = None,
     floor: float = 1e-3,
 ) -> Report:
     """Compare ``candidate`` with ``reference``; every value counts, whatever its key.
@@ -94,18 +98,19 @@ def compare(
     Args:
         reference: dictionary (nested, of tensors, numbers and lists of these), as ``testing.train_plainly`` returns
             it. The diagnosis knows ``loss`` and ``norm`` (before clipping; a number, or a list by step), ``gradients``
-            of the last step before clipping, ``weights`` after it, by name in the model's order, and ``tokens`` (how
-            many were counted, as ``loss``).
+            of the last step before clipping, ``weights`` after it, by name in the model's order, ``tokens`` (how
+            many were counted, as ``loss``), and ``outputs`` of the forward pass (logits).
         candidate: the same keys, unsharded tensors; or one such dictionary per rank of the world.
         specs: how parameters are divided, for better names of what is wrong. From another process: ``portable(specs)``.
         axes: the mesh of the candidate, or the sizes that it was made with (``{"dp": 2, "tp": 2}``), beside the axes in
             ``specs``; by default one axis dp over the ranks given.
         micro_batches: number of micro-batches in the last step, so that a factor of that size has a name.
         rtol: by default 1e-9 for float64 tensors and 1e-5 for others; numbers are compared as tensors of the widest
-            dtype among the reference's tensors.
+            dtype among the reference's tensors. ``{"outputs": 1e-6, "loss": 1e-7}`` sets some keys' alone.
 
     Raises:
-        ValueError: an empty list, or sizes of axes that do not fit the number of ranks.
+        ValueError: an empty list, sizes of axes that do not fit the number of ranks, or ``rtol`` for a key that the
+            reference has not.
     """
     ranks = [candidate] if isinstance(candidate, Mapping) else list(candidate)
     if not ranks:
@@ -115,7 +120,7 @@ def compare(
     evidence = Evidence(
         {name: as_tensor(value) for name, value in expected.items()},
         [{name: as_tensor(value) for name, value in leaves(rank)} for rank in ranks],
-        _limits(expected) if rtol is None else dict.fromkeys(expected, rtol),
+        _limits(reference, rtol),
         floor,
         specs,
         ranks_by_axis(axes, specs, len(ranks)),
@@ -141,9 +146,16 @@ def portable(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
     }
 
 
-def _limits(expected: Mapping[str, Any]) -> dict[str, float]:
+def _limits(reference: Mapping[str, Any], rtol: float | Mapping[str, float] | None) -> dict[str, float]:
     """Relative tolerance by leaf; numbers as tensors of the widest dtype."""
-    dtypes = {value.dtype for value in expected.values() if isinstance(value, Tensor)}
+    given = dict(rtol) if isinstance(rtol, Mapping) else {} if rtol is None else dict.fromkeys(reference, rtol)
+    if unknown := sorted(set(given) - set(reference)):
+        raise ValueError(f"rtol names {unknown[0]}, which is none of the reference's keys: {', '.join(reference)}")
+    by_key = {key: dict(leaves(value, key)) for key, value in reference.items()}
+    dtypes = {value.dtype for values in by_key.values() for value in values.values() if isinstance(value, Tensor)}
     of_numbers = torch.float64 if dtypes <= {torch.float64} else torch.float32
-    found = {name: value.dtype if isinstance(value, Tensor) else of_numbers for name, value in expected.items()}
-    return {name: TOLERANCE.get(dtype, 1e-5) for name, dtype in found.items()}
+
+    def default(value: Any) -> float:
+        return TOLERANCE.get(value.dtype if isinstance(value, Tensor) else of_numbers, 1e-5)
+
+    return {name: given.get(key, default(value)) for key, values in by_key.items() for name, value in values.items()}
