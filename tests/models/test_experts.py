@@ -1,6 +1,7 @@
 """Experts: the grouped kernel, the loop and a plain per-token definition agree; idle experts have a zero gradient."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import nanopar_models as models
+from nanopar_core.testing import assert_parity
 from nanopar_models import grouped
 from nanopar_models.experts import Experts
 
@@ -43,12 +45,13 @@ def by_definition(module: Experts, x: Tensor, indices: Tensor, weights: Tensor) 
     return torch.stack(outputs)
 
 
-def results(module, x, indices, weights, forward) -> list[Tensor]:
+def results(module, x, indices, weights, forward) -> dict[str, Any]:
     module.zero_grad()
     x.grad = weights.grad = None
     out = forward(x, indices, weights)
     (out * torch.linspace(-1, 1, out.numel()).to(out.dtype).view_as(out)).sum().backward()
-    return [out.detach(), x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad]
+    of_parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {"outputs": out.detach(), "gradients": {"x": x.grad, "weights": weights.grad, **of_parameters}}
 
 
 # Sizes that are no multiple of 16 bytes and float64 take the loop, the others the kernel.
@@ -62,9 +65,7 @@ def test_equal_to_the_definition(dtype, hidden, width, kernel):
     assert grouped.grouped_mm_serves(data[0], module.gate_up_proj) is kernel
     want = results(module, *data, lambda *args: by_definition(module, *args))
     got = results(module, *data, module)
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    assert_parity(want, got, rtol=2e-14 if dtype == torch.float64 else 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,8 +75,7 @@ def test_kernel_and_loop_agree(dtype, monkeypatch):
     kernel = results(module, *data, module)
     monkeypatch.setattr(grouped, "grouped_mm_serves", lambda *_: False)
     loop = results(module, *data, module)
-    for ours, theirs in zip(kernel, loop, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=1e-5)
+    assert_parity(kernel, loop, rtol=5e-7 if dtype == torch.float32 else 2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -84,7 +84,8 @@ def test_idle_experts_have_a_zero_gradient(dtype, tokens):
     module = make(dtype)
     with torch.no_grad():
         module.gate_up_proj[3].fill_(torch.nan)  # nothing of an idle expert may be touched
-    out, _, _, gate_up_grad, down_grad = results(module, *make_input(dtype, tokens=tokens, used=3), module)
+    got = results(module, *make_input(dtype, tokens=tokens, used=3), module)
+    out, gate_up_grad, down_grad = got["outputs"], *(got["gradients"][name] for name in ("gate_up_proj", "down_proj"))
     assert out.shape == (tokens, 32) and out.isfinite().all()
     assert (gate_up_grad[3] == 0).all() and (down_grad[3] == 0).all()
     assert gate_up_grad.isfinite().all() and (tokens == 0 or gate_up_grad[:3].abs().max() > 0)
@@ -95,8 +96,7 @@ def test_all_tokens_to_the_same_experts():
     x, indices, weights = make_input(torch.float32)
     indices = torch.tensor([[2, 1]]).expand(x.shape[0], -1)
     want = results(module, x, indices, weights, lambda *args: by_definition(module, *args))
-    for ours, theirs in zip(results(module, x, indices, weights, module), want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_parity(want, results(module, x, indices, weights, module), rtol=2e-6)
 
 
 def test_order():

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,20 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import nanopar_models as models
+from nanopar_core.testing import assert_parity
 from nanopar_models.torch_private import sdpa_backend
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, 320, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_outputs(got: Any, want: Any) -> None:
+    assert_parity({"outputs": want}, {"outputs": got}, rtol=2e-14)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture
@@ -67,7 +77,7 @@ def test_pipeline_plan_runs_module_by_module(model):
                 named = part(**{key: values[key] for key in inputs[1:]}, hidden_states=values[inputs[0]])
                 assert named.shape == values[outputs[0]].shape
                 assert list(inspect.signature(part.forward).parameters)[: len(inputs)] == inputs
-    torch.testing.assert_close(values["logits"], want, atol=1e-13, rtol=0)
+    assert_outputs(values["logits"], want)
 
 
 def test_every_seam_can_be_replaced(model):
@@ -106,8 +116,7 @@ def test_padding_visits_no_expert_and_changes_nothing(model):
             place = slice(0, n) if side == "right" else slice(20 - n, 20)
             mask[i, place], padded[i, place], positions[i, place] = 1, ids[i, :n], torch.arange(n)
         got = model(padded, attention_mask=mask, position_ids=positions).logits
-        for i in range(3):
-            torch.testing.assert_close(got[i][mask[i] == 1], want[i], atol=1e-12, rtol=0)
+        assert_outputs([got[i][mask[i] == 1] for i in range(3)], want)
     assert seen == [39, 39]
 
 
@@ -128,7 +137,7 @@ def test_packed_documents_do_not_see_each_other(model, numbers):
     positions = torch.cat([torch.arange(n) for n in (7, 9, 4, 2)])[None]
     got = model(packed, attention_mask=documents, position_ids=positions).logits
     want = torch.cat([model(ids).logits for ids in (a, b, c)], 1)
-    torch.testing.assert_close(got[:, :20], want, atol=1e-12, rtol=0)
+    assert_outputs(got[:, :20], want)
 
 
 def test_causal_batches_need_no_mask(model):
@@ -159,9 +168,9 @@ def test_recompute_gives_bit_equal_gradients(make_pair, noise):
         model.zero_grad()
         torch.manual_seed(5)
         model(ids, labels=ids, sample_ids=torch.arange(2)).loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        gradients.append({"gradients": gradients_of(model)})
     assert len(calls) == 3  # once, then twice
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert_parity(*gradients, rtol=0.0)
 
 
 def test_recompute_keeps_less(make_pair):
@@ -196,8 +205,8 @@ def test_recompute_with_the_auxiliary_loss(make_pair):
         model.zero_grad()
         out = model(ids, labels=ids)
         out.loss.backward()
-        results.append([out.aux_loss, *(parameter.grad.clone() for parameter in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        results.append({"outputs": {"aux_loss": out.aux_loss}, "loss": out.loss, "gradients": gradients_of(model)})
+    assert_parity(*results, rtol=0.0)
 
 
 def test_initial_values_depend_on_seed_and_name_alone():
@@ -241,7 +250,7 @@ def test_key_value_heads_are_repeated_only_where_that_helps(model, monkeypatch):
         return SDPBackend.MATH if q.shape[1] != k.shape[1] else SDPBackend.EFFICIENT_ATTENTION
 
     monkeypatch.setattr("nanopar_models.attention.sdpa_backend", choice)
-    torch.testing.assert_close(model(ids).logits, want, atol=1e-13, rtol=0)
+    assert_outputs(model(ids).logits, want)
     assert heads == [2, 4] * 3
 
 

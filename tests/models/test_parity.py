@@ -1,7 +1,9 @@
 """Our model against transformers' PhimoeForCausalLM: logits, loss and the gradient of every parameter."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nanopar_models as models
+from nanopar_core.testing import assert_parity
 
 SHORT = [1.0 + 0.05 * i for i in range(8)]
 LONG = [1.0 + 0.8 * i for i in range(8)]
@@ -41,16 +44,22 @@ def reference_loss(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tenso
     return F.cross_entropy(logits[:, :-1][counted].to(wide), labels[:, 1:][counted])
 
 
-def assert_gradients(ours: nn.Module, reference: nn.Module, tolerance: float) -> None:
-    expected = dict(reference.named_parameters())
-    assert set(expected) == {name for name, _ in ours.named_parameters()}
-    scale = max(parameter.grad.norm().item() for parameter in expected.values())
-    for name, parameter in ours.named_parameters():
-        want = expected[name].grad
-        assert parameter.grad is not None, name
-        difference = (parameter.grad - want).norm().item()
-        # k_proj.bias has a true gradient of almost zero (a softmax does not see a constant), hence the floor.
-        assert difference <= tolerance * max(want.norm().item(), 1e-3 * scale), (name, difference, want.norm().item())
+# Rounding seen is 2e-6 in gradients and less before. Where it is near nothing an absolute floor counts: k_proj.bias has
+# a true gradient of almost zero (a softmax does not see a constant).
+FP32 = {"outputs": 1.2e-6, "loss": 3e-7, "gradients": 5e-6}
+FLOAT64 = dict.fromkeys(FP32, 1e-13)
+
+
+def result_of(model: nn.Module, logits: Tensor, loss: Tensor) -> dict[str, Any]:
+    """Loss, the logits that count, and the gradient of every parameter."""
+    model.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"outputs": {"logits": logits.detach()}, "loss": loss.detach(), "gradients": gradients}
+
+
+def assert_logits(got: Tensor, want: Tensor) -> None:
+    assert_parity({"outputs": {"logits": want}}, {"outputs": {"logits": got}}, rtol=FP32["outputs"])
 
 
 def compare(
@@ -58,26 +67,23 @@ def compare(
     ids: Tensor,
     *,
     mask: Tensor | None = None,
-    logits_atol: float = 2e-5,
-    loss_atol: float = 2e-6,
-    gradient_rtol: float = 1e-5,
     own_loss: bool = False,
     position_ids: Tensor | None = None,
 ) -> None:
     """Forward and backward of both; ``own_loss`` computes the reference's loss from its logits by definition."""
     labels = ids.clone()
     labels[:, : ids.shape[1] // 3] = -100
-    pair.ours.zero_grad()
-    pair.reference.zero_grad()
     want = pair.reference(input_ids=ids, labels=labels, attention_mask=mask, position_ids=position_ids)
     loss = reference_loss(want.logits, labels, mask) if own_loss else want.loss
     got = pair.ours(ids, labels=labels, attention_mask=mask, position_ids=position_ids)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask == 1
-    torch.testing.assert_close(got.logits[real], want.logits[real], atol=logits_atol, rtol=0)
-    torch.testing.assert_close(got.loss, loss, atol=loss_atol, rtol=0)
-    loss.backward()
-    got.loss.backward()
-    assert_gradients(pair.ours, pair.reference, gradient_rtol)
+    assert got.logits.dtype == want.logits.dtype
+    assert got.loss.dtype == loss.dtype
+    assert_parity(
+        result_of(pair.reference, want.logits[real], loss),
+        result_of(pair.ours, got.logits[real], got.loss),
+        rtol=FLOAT64 if want.logits.dtype == torch.float64 else FP32,
+    )
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
@@ -85,13 +91,13 @@ def test_fp32(make_pair, implementation):
     pair = make_pair()
     pair.reference.set_experts_implementation(implementation)
     for seed in (1, 2):  # twice: nothing may leak from one batch into the next
-        compare(pair, tokens(2, 24, seed), logits_atol=5e-6)
+        compare(pair, tokens(2, 24, seed))
 
 
 def test_float64(make_pair):
     pair = make_pair(dtype=torch.float64)
     assert next(pair.ours.parameters()).dtype == torch.float64
-    compare(pair, tokens(2, 24), logits_atol=1e-12, loss_atol=1e-12, gradient_rtol=1e-12, own_loss=True)
+    compare(pair, tokens(2, 24), own_loss=True)
 
 
 def test_bf16(make_pair):
@@ -100,37 +106,20 @@ def test_bf16(make_pair):
     want = pair.reference(input_ids=ids, labels=ids).loss
     got = pair.ours(ids, labels=ids)
     assert got.logits.dtype == torch.bfloat16 and got.loss.dtype == torch.float32
-    torch.testing.assert_close(got.loss, want, atol=2e-2, rtol=0)
+    assert_parity({"loss": want}, {"loss": got.loss}, rtol=3e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(make_pair, side, dtype):
     pair = make_pair(dtype=dtype)
-    exact = dtype == torch.float64
-    compare(
-        pair,
-        tokens(3, 26),
-        mask=padding_mask(3, 26, side),
-        own_loss=True,
-        logits_atol=1e-12 if exact else 2e-5,
-        loss_atol=1e-12 if exact else 2e-6,
-        gradient_rtol=1e-12 if exact else 1e-5,
-    )
+    compare(pair, tokens(3, 26), mask=padding_mask(3, 26, side), own_loss=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sliding_window(make_pair, dtype):
-    exact = dtype == torch.float64
     pair = make_pair(dtype=dtype, sliding_window=20)
-    compare(
-        pair,
-        tokens(2, 64),
-        own_loss=exact,
-        logits_atol=1e-12 if exact else 2e-5,
-        loss_atol=1e-12 if exact else 2e-6,
-        gradient_rtol=1e-12 if exact else 1e-5,
-    )
+    compare(pair, tokens(2, 64), own_loss=dtype == torch.float64)
     wider = dataclasses.replace(pair.ours.config, sliding_window=21)
     other = models.PhiMoE(wider, dtype=dtype)
     other.load_state_dict(pair.ours.state_dict())
@@ -155,7 +144,7 @@ def test_longrope_as_transformers_does_it(make_pair, length):
 
 def test_longrope_float64(make_pair):
     pair = make_pair(dtype=torch.float64, rope_scaling=LONGROPE, original_max_position_embeddings=48)
-    compare(pair, tokens(2, 64), own_loss=True, logits_atol=1e-12, loss_atol=1e-12, gradient_rtol=1e-12)
+    compare(pair, tokens(2, 64), own_loss=True)
 
 
 def test_longrope_as_the_original_does_it(make_pair):
@@ -165,12 +154,10 @@ def test_longrope_as_the_original_does_it(make_pair):
     changed.load_state_dict(pair.ours.state_dict())
     with torch.no_grad():
         before = pair.reference(input_ids=tokens(2, 64)).logits
-        torch.testing.assert_close(
-            changed(tokens(2, 48)).logits, pair.reference(input_ids=tokens(2, 48)).logits, atol=2e-5, rtol=0
-        )
+        assert_logits(changed(tokens(2, 48)).logits, pair.reference(input_ids=tokens(2, 48)).logits)
         pair.reference.config.rope_parameters["short_factor"] = LONG
         want = pair.reference(input_ids=tokens(2, 64)).logits
-        torch.testing.assert_close(changed(tokens(2, 64)).logits, want, atol=2e-5, rtol=0)
+        assert_logits(changed(tokens(2, 64)).logits, want)
     assert (want - before).abs().max() > 0.1
 
 
@@ -185,7 +172,7 @@ def test_auxiliary_loss(make_pair):
     ids = tokens(2, 24)
     compare(pair, ids)
     want = pair.reference(input_ids=ids).aux_loss
-    torch.testing.assert_close(pair.ours(ids).aux_loss, want, atol=1e-6, rtol=0)
+    assert_parity({"outputs": {"aux_loss": want}}, {"outputs": {"aux_loss": pair.ours(ids).aux_loss}}, rtol=2.5e-7)
     assert 1.5 < want.item() < 4
 
 
@@ -198,13 +185,10 @@ def test_stochastic_router_with_the_same_seed(make_pair, seed):
     ids = tokens(2, 24, seed)
     torch.manual_seed(seed)
     want = pair.reference(input_ids=ids, labels=ids)
-    want.loss.backward()
     torch.manual_seed(seed)
     got = pair.ours(ids, labels=ids, sample_ids=torch.arange(2))
-    got.loss.backward()
-    torch.testing.assert_close(got.logits, want.logits, atol=2e-5, rtol=0)
-    torch.testing.assert_close(got.loss, want.loss, atol=2e-6, rtol=0)
-    assert_gradients(pair.ours, pair.reference, 1e-5)
+    expected = result_of(pair.reference, want.logits, want.loss)
+    assert_parity(expected, result_of(pair.ours, got.logits, got.loss), rtol=FP32)
     with torch.no_grad():
         deterministic = pair.ours.eval()(ids).logits
     assert (deterministic - got.logits).abs().max() > 0.1  # the noise did something
@@ -215,7 +199,7 @@ def test_training_mode_is_deterministic_by_default(make_pair):
     ids = tokens(2, 24)
     pair.ours.train()
     with torch.no_grad():
-        torch.testing.assert_close(pair.ours(ids).logits, pair.reference(input_ids=ids).logits, atol=2e-5, rtol=0)
+        assert_logits(pair.ours(ids).logits, pair.reference(input_ids=ids).logits)
 
 
 # Each fault of a predecessor's model must fail the comparison above.
@@ -292,12 +276,26 @@ def _with_unit_weights(model: models.PhiMoE) -> None:
         layer.mlp.router = _UnitWeightRouter(layer.mlp.router.weight)
 
 
-@pytest.mark.parametrize(
-    "plant", [_with_rms_norm, _with_interleaved_rotation, _with_softmax_router, _with_unit_weights]
-)
+def _with_a_lost_expert(model: models.PhiMoE) -> None:
+    """One expert's gradient is dropped, forward is right."""
+    experts = model.model.layers[1].mlp.experts
+    experts.gate_up_proj.register_hook(lambda gradient: gradient * (torch.arange(len(gradient)) != 3)[:, None, None])
+
+
+FORWARD = "first deviation outputs.logits: no constant ratio; the forward pass has other weights, inputs or arithmetic"
+PLANTS = {
+    _with_rms_norm: FORWARD,
+    _with_interleaved_rotation: FORWARD,
+    _with_softmax_router: FORWARD,
+    _with_unit_weights: FORWARD,
+    _with_a_lost_expert: "first deviation model.layers.1.mlp.experts.gate_up_proj: no constant ratio",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_planted_faults_fail_the_comparison(make_pair, plant):
     pair = make_pair()
     compare(pair, tokens(2, 64))
     plant(pair.ours)
-    with pytest.raises(AssertionError, match="not close"):
+    with pytest.raises(AssertionError, match=re.escape(PLANTS[plant])):
         compare(pair, tokens(2, 64))
