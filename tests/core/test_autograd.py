@@ -229,47 +229,50 @@ def test_all_to_all_against_its_definition(world_size: int) -> None:
     testing.run(world_size, check_all_to_all)
 
 
-def chain() -> None:
-    """A Megatron MLP, column then row parallel, and its sequence-parallel form, against the plain MLP."""
+def plain_mlp(n: int) -> list[torch.Tensor]:
+    """x, up, down, gain for n ranks."""
+    tokens, hidden, inner = 2 * n + 1, 3, 4 * n
+    sizes = [(tokens, hidden), (hidden, inner), (inner, hidden)]
+    return [*(random(size, 50 + i) for i, size in enumerate(sizes)), random((hidden,), 60)]
+
+
+def chain(sequence: bool) -> dict[str, Any]:
+    """A Megatron MLP, column then row parallel, or its sequence-parallel form; what ranks divide is put together."""
     n, rank = dist.get_world_size(), dist.get_rank()
     axis = core.Mesh(tp=n).tp
-    tokens, hidden, inner = 2 * n + 1, 3, 4 * n
-    x, up, down = (
-        random(shape, 50 + i) for i, shape in enumerate([(tokens, hidden), (hidden, inner), (inner, hidden)])
-    )
-    gain = random((hidden,), 60)
-    plain = [tensor.clone().requires_grad_() for tensor in (x, up, down, gain)]
-    out = ((plain[0] * plain[3]) @ plain[1]).tanh() @ plain[2]
-    (out * plain[3]).pow(2).sum().backward()
-
-    width = slice(rank * 4, rank * 4 + 4)
-    for sequence in (False, True):
-        rows = list(core.split_sizes(tokens, n))
-        x_ = (x.split(rows)[rank] if sequence else x).clone().requires_grad_()
-        gain_ = gain.clone().requires_grad_()
-        up_, down_ = up[:, width].clone().requires_grad_(), down[width].clone().requires_grad_()
-        h = x_ * gain_
-        if sequence:
-            h = core.all_gather_fwd_reduce_scatter_bwd(h, axis, sizes=rows)
-            y = core.reduce_scatter_fwd_all_gather_bwd((h @ up_).tanh() @ down_, axis, sizes=rows)
-        else:
-            h = core.identity_fwd_all_reduce_bwd(h, axis)
-            y = core.all_reduce_fwd_identity_bwd((h @ up_).tanh() @ down_, axis)
-        (y * gain_).pow(2).sum().backward()
-        assert x_.grad is not None
-        assert gain_.grad is not None
-        expected = plain[0].grad.split(rows)[rank] if sequence else plain[0].grad  # type: ignore[union-attr]
-        torch.testing.assert_close(x_.grad, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(up_.grad, plain[1].grad[:, width], rtol=1e-12, atol=1e-12)  # type: ignore[index]
-        torch.testing.assert_close(down_.grad, plain[2].grad[width], rtol=1e-12, atol=1e-12)  # type: ignore[index]
-        # the gain is replicated; under sequence parallelism its gradient is a partial sum (`grad_sum`)
-        whole = core.all_reduce(gain_.grad, axis) if sequence else gain_.grad
-        torch.testing.assert_close(whole, plain[3].grad, rtol=1e-12, atol=1e-12)
+    x, up, down, gain = plain_mlp(n)
+    width, rows = slice(rank * 4, rank * 4 + 4), list(core.split_sizes(len(x), n))
+    own = {"x": x.split(rows)[rank] if sequence else x, "up": up[:, width], "down": down[width], "gain": gain}
+    own = {name: value.clone().requires_grad_() for name, value in own.items()}
+    h = own["x"] * own["gain"]
+    if sequence:
+        h = core.all_gather_fwd_reduce_scatter_bwd(h, axis, sizes=rows)
+        y = core.reduce_scatter_fwd_all_gather_bwd((h @ own["up"]).tanh() @ own["down"], axis, sizes=rows)
+    else:
+        h = core.identity_fwd_all_reduce_bwd(h, axis)
+        y = core.all_reduce_fwd_identity_bwd((h @ own["up"]).tanh() @ own["down"], axis)
+    (y * own["gain"]).pow(2).sum().backward()
+    gradients = {name: value.grad for name, value in own.items() if value.grad is not None}
+    gradients["up"] = core.all_gather(gradients["up"].t().contiguous(), axis).t()
+    gradients["down"] = core.all_gather(gradients["down"], axis)
+    y = y.detach()
+    if sequence:
+        gradients["x"], y = (core.all_gather(part, axis, sizes=rows) for part in (gradients["x"], y))
+        # the gain is replicated, its gradient a partial sum (`grad_sum`)
+        gradients["gain"] = core.all_reduce(gradients["gain"], axis)
+    return {"outputs": y, "gradients": gradients}
 
 
 @both_sizes
-def test_a_tensor_parallel_mlp_equals_the_plain_one(world_size: int) -> None:
-    testing.run(world_size, chain)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_tensor_parallel_mlp_equals_the_plain_one(world_size: int, sequence: bool) -> None:
+    names = ("x", "up", "down", "gain")
+    plain = {name: value.requires_grad_() for name, value in zip(names, plain_mlp(world_size), strict=True)}
+    out = ((plain["x"] * plain["gain"]) @ plain["up"]).tanh() @ plain["down"]
+    (out * plain["gain"]).pow(2).sum().backward()
+    expected = {"outputs": out, "gradients": {name: value.grad for name, value in plain.items()}}
+    results = testing.run(world_size, chain, sequence)
+    testing.assert_parity(expected, results, axes={"tp": world_size}, rtol=1e-12)
 
 
 def odd_inputs() -> None:
