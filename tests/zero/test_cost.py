@@ -169,9 +169,9 @@ def copies_in_a_step() -> tuple[bool, bool, int]:
     model, optimizer, x = prepare(bucket_bytes=10**6)
     (bucket,) = optimizer.reducer.buckets
     model(x).sum().backward()
-    views = all(p.grad.untyped_storage().data_ptr() == bucket.gradients.data_ptr() for p in model.parameters())
+    views = all(p.grad.untyped_storage().data_ptr() == bucket.reduced.data_ptr() for p in model.parameters())
     weights = all(p.untyped_storage().data_ptr() == bucket.masters.data_ptr() for p in model.parameters())
-    stored = {t.untyped_storage().data_ptr(): t.nbytes for t in (bucket.parameters, bucket.masters, bucket.gradients)}
+    stored = {t.untyped_storage().data_ptr(): t.nbytes for t in (bucket.parameters, bucket.masters, bucket.reduced)}
     return views, weights, sum(stored.values())
 
 

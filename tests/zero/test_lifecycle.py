@@ -86,7 +86,7 @@ def test_all_ranks_start_from_the_first_ones_weights_and_buffers(ranks: int) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 4}, "stage=4 is not available"),
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3, not 4"),
         ({"reduce": "average"}, 'reduce must be "mean" or "sum", not \'average\''),
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, not 0"),
         ({"specs": {"7.weight": core.ParamSpec()}}, r"specs name 7\.weight, which is not a parameter"),
@@ -183,7 +183,7 @@ def ten_lives() -> tuple[list[bool], int]:
         watched: list[Callable[[], object]] = [
             weakref.ref(thing) for thing in (model, optimizer, optimizer.reducer, model[0].weight)
         ]
-        watched.append(weakref.ref(optimizer.reducer.buckets[0].gradients))
+        watched.append(weakref.ref(optimizer.reducer.buckets[0].parameters))
         del model, optimizer
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

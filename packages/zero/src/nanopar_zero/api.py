@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from nanopar_zero.layout import BucketLayout, Item, bucket_layouts
 from nanopar_zero.optimizer import FlatShard, ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
 from nanopar_zero.reducer import Reducer, is_watched
+from nanopar_zero.stages import STAGES, Stage
+from nanopar_zero.units import find_units, unit_of_parameters
+from nanopar_zero.windows import Unit, Windows
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -30,71 +33,149 @@ def shard(
     stage: int,
     replicate: Axis | DeviceMesh | ProcessGroup | None = None,
     groups: Sequence[Mapping[str, Any]] | None = None,
+    units: Sequence[str | nn.Module] | None = None,
     specs: Mapping[str, ParamSpec] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
     policy: PrecisionPolicy | None = None,
     reduce: str = "mean",
     bucket_bytes: int = 25 * 2**20,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
 ) -> ZeroOptimizer:
     """Train ``model`` on every rank of ``axis`` as if one process saw the batches of all ranks.
 
-    Stage 0 is data parallelism (DDP): weights, gradients and optimizer states are replicated; gradients are summed by
-    one asynchronous all-reduce per bucket while backward is still running. The weights of the axis' first rank are
-    copied to all others. Each rank then sends 2P(N-1)/N bytes a step for P bytes of gradients on N ranks.
+    The stages are those of ZeRO: 0 replicates everything (DDP), 1 divides the optimizer's states among the ranks, 2 the
+    gradients too, 3 the parameters too. The table in ``nanopar_zero.stages`` says what each of them holds and sends.
+    The weights of the axis' first rank are copied to all others. In stage 3 all ranks run forward and backward equally
+    often, through ``model`` itself, and a parameter is read only while the module of its unit runs.
 
     Args:
-        model: any module; its trainable parameters become views of flat buffers, names and shapes stay.
+        model: any module; its parameters become views of flat buffers, names and shapes stay.
         make_optimizer: builds an elementwise ``torch.optim`` optimizer from parameter groups; it receives ``groups`` in
             order, options kept, with this rank's flat shards as ``params``.
         axis: the data-parallel ranks: an ``Axis``, a one-dimensional ``DeviceMesh`` or a plain process group.
-        stage: 0.
-        replicate: a second data-parallel axis.
+        stage: 0, 1, 2 or 3.
+        replicate: a second data-parallel axis, over which everything is replicated (HSDP).
         groups: torch-style parameter groups whose ``params`` are parameters, names, or patterns such as ``"*.bias"``;
             by default one group of all trainable parameters.
+        units: modules (or their names; ``"layers.*"`` names all children) whose parameters are gathered at once, in the
+            order of forward; by default the repeated blocks, and large embeddings and linear layers.
         specs: how other strategies have divided parameters; by default every parameter is replicated.
+        init: for a model on the meta device: called with each module that has parameters or buffers of its own, once
+            these have storage, to fill them. Of stages 1 to 3 no rank ever holds more than one unit in full precision.
         policy: mixed precision; by default computes in the parameters' own dtype.
         reduce: "mean" divides every gradient by the number of ranks on ``axis`` and ``replicate``, as DDP does; "sum"
             leaves the sum, for losses that are divided by the global number of tokens.
-        bucket_bytes: gradients are sent in pieces of at least this size (the last ones may be smaller).
+        bucket_bytes: stages 0 to 2 send gradients in pieces of at least this size (the last ones may be smaller);
+            stage 3 sends unit by unit.
+        prefetch: stage 3 gathers this many units ahead of the one that runs; at most ``prefetch + 1`` are whole.
+        reshard_after_forward: False keeps units whole from forward to backward: one gather less, more memory.
 
     Raises:
-        ValueError: bad stage or reduce, groups that do not fit the model, no trainable parameters, a parameter on the
-            meta device, specs for unknown parameters; on all ranks, where their models differ.
+        ValueError: bad stage, reduce, units or groups that do not fit the model, no trainable parameters, a parameter
+            on the meta device without ``init``, specs for unknown parameters; on all ranks, where their models differ.
         RuntimeError: the model, or a part of it, is in the hands of another ``ZeroOptimizer``; ``close`` that first.
     """
-    if stage != 0:
-        raise ValueError(f"stage={stage!r} is not available: this version has stage=0, data parallelism")
+    if stage not in STAGES:
+        raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
     if reduce not in ("mean", "sum"):
         raise ValueError(f'reduce must be "mean" or "sum", not {reduce!r}')
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
-    _check_model(model, specs or {})
+    if prefetch < 0:
+        raise ValueError(f"prefetch must be at least 0, not {prefetch}")
+    specs = specs or {}
+    _check_model(model, specs, init)
+    divides = STAGES[stage]
     data_axis = as_axis(axis)
     copies = () if replicate is None else (as_axis(replicate, "dp_replicate"),)
     divisor = data_axis.size * (copies[0].size if copies else 1) if reduce == "mean" else 1
-
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    options, group_of = resolve_groups(groups, trainable)
+    modules = find_units(model, units)
+    unit_of = unit_of_parameters(model, modules)
+    flat = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or (divides.divides_parameters and parameter.is_floating_point())
+    }
+    options, group_of = resolve_groups(groups, {name: p for name, p in flat.items() if p.requires_grad})
 
     def reduction_of(name: str) -> Reduction:
-        spec = (specs or {}).get(name, ParamSpec())
-        axes = (spec.data_axis or data_axis, *copies, *spec.grad_sum)
-        return Reduction(axes, divisor, tuple(part.axis for part in spec.shards))
+        spec = specs.get(name, ParamSpec())
+        return Reduction(
+            spec.data_axis or data_axis,
+            divides.divides_states,
+            (*copies, *spec.grad_sum),
+            divisor,
+            tuple(part.axis for part in spec.shards),
+        )
 
     items = [
-        Item(name, p.shape, p.element_size(), group_of[name], (p.dtype, p.device, reduction_of(name)))
-        for name, p in trainable.items()
+        _item(name, p, group_of.get(name, 0), reduction_of(name), unit_of[name], divides) for name, p in flat.items()
     ]
-    plan = [(layout, reduction_of(layout.slots[0].item.name)) for layout in bucket_layouts(items, bucket_bytes)]
-    _check_equal_plans(plan, 1 + len(copies), next(iter(trainable.values())).device)
+    layouts = bucket_layouts(
+        items, float("inf") if divides.divides_parameters else bucket_bytes, lambda key: _key(key).reduction.parts
+    )
+    if divides.divides_parameters:  # the last unit has its gradients first, the root's are there at the end
+        layouts.sort(key=lambda layout: -_key(layout.slots[0].item.key).unit)
+    _check_equal_plans(layouts, 1 + len(copies), next(iter(flat.values())).device)
     buckets = []
-    for layout, reduction in plan:
-        bucket = Bucket.build(layout, [trainable[slot.item.name] for slot in layout.slots], reduction, policy)
-        bucket.synchronize_weights(reduction.axes[: 1 + len(copies)])
+    for layout in layouts:
+        reduction = _key(layout.slots[0].item.key).reduction
+        bucket = Bucket.build(
+            layout,
+            [flat[slot.item.name] for slot in layout.slots],
+            reduction,
+            policy,
+            frees_parameters=divides.divides_parameters,
+            equal_axes=reduction.axes[: 1 + len(copies)],
+        )
         buckets.append(bucket)
-    _synchronize_rest(model, (data_axis, *copies), specs or {}, policy)
+    _synchronize_rest(model, set(flat), (data_axis, *copies), specs, policy)
 
-    flat_groups, shards = _flat_groups(options, buckets)
-    return ZeroOptimizer(Reducer(model, buckets), make_optimizer(flat_groups), shards)
+    trained = [bucket for bucket in buckets if bucket.members[0].requires_grad]
+    flat_groups, shards = _flat_groups(options, trained)
+    inner = make_optimizer(flat_groups)
+    reducer = Reducer(trained, keeps_local=not divides.divides_gradients, by_units=divides.divides_parameters)
+    windows = Windows(
+        _units(modules, unit_of, buckets, divides),
+        reducer,
+        frees=divides.divides_parameters,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+    )
+    return ZeroOptimizer(reducer, windows, inner, shards)
+
+
+class _Key(NamedTuple):
+    """What parameters must have in common to share a bucket; ``unit`` is -1 where that does not matter."""
+
+    dtype: torch.dtype
+    device: torch.device
+    reduction: Reduction
+    trained: bool
+    unit: int
+
+
+def _key(key: Hashable) -> _Key:
+    assert isinstance(key, _Key)
+    return key
+
+
+def _item(name: str, p: nn.Parameter, group: int, reduction: Reduction, unit: int, stage: Stage) -> Item:
+    """Stage 3 has the buckets of each unit, stages 1 and 2 those of the root, which is needed first, apart."""
+    apart = unit if stage.divides_parameters else min(unit, 1) if stage.divides_states else 1
+    return Item(name, p.shape, p.element_size(), group, _Key(p.dtype, p.device, reduction, p.requires_grad, apart))
+
+
+def _units(
+    modules: Sequence[tuple[str, nn.Module]], unit_of: Mapping[str, int], buckets: Sequence[Bucket], stage: Stage
+) -> list[Unit]:
+    """The units with all buckets that hold parameters of theirs, in the order of forward; stage 0 has the root only."""
+    units = [Unit(name, module, []) for name, module in modules]
+    for bucket in reversed(buckets):
+        for index in sorted({unit_of[slot.item.name] for slot in bucket.layout.slots}):
+            units[index].buckets.append(bucket)
+    return units if stage.divides_states else units[:1]
 
 
 def _flat_groups(
@@ -104,55 +185,62 @@ def _flat_groups(
     flat_groups: list[dict[str, Any]] = [{"params": [], **option} for option in options]
     shards = []
     for bucket in buckets:
-        for run in bucket.layout.runs:
-            flat = nn.Parameter(bucket.masters[run.start : run.stop])
+        for run in bucket.layout.runs_within(bucket.own.start, bucket.own.stop):
+            flat = nn.Parameter(bucket.masters[run.start - bucket.own.start : run.stop - bucket.own.start])
             flat_groups[run.group]["params"].append(flat)
             shards.append(FlatShard(bucket, run, flat))
     return flat_groups, shards
 
 
-def _check_model(model: nn.Module, specs: Mapping[str, ParamSpec]) -> None:
+def _check_model(model: nn.Module, specs: Mapping[str, ParamSpec], init: Callable[[nn.Module], object] | None) -> None:
     names = {name for name, _ in model.named_parameters()}
     if unknown := sorted(set(specs) - names):
         raise ValueError(f"specs name {unknown[0]}, which is not a parameter of the model")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no trainable parameters")
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device: give it storage and values first")
+        if parameter.is_meta and init is None:
+            raise ValueError(
+                f"parameter {name} is on the meta device: give it storage and values first, or pass init to fill it"
+            )
         if is_watched(parameter):
             raise RuntimeError(f"parameter {name} is already trained by a ZeroOptimizer: close() that one first")
 
 
-def _check_equal_plans(plan: Sequence[tuple[BucketLayout, Reduction]], data_axes: int, device: torch.device) -> None:
+def _check_equal_plans(layouts: Sequence[BucketLayout], data_axes: int, device: torch.device) -> None:
     """The ranks of an axis must agree on its buckets: sums of different parameters would go unnoticed.
 
     Only on the first ``data_axes`` axes of a reduction must names be equal: another stage may name a tied weight anew.
     """
-    for axis in dict.fromkeys(axis for _, reduction in plan for axis in reduction.axes):
+    plan = [(layout, _key(layout.slots[0].item.key)) for layout in layouts]
+    for axis in dict.fromkeys(axis for _, key in plan for axis in key.reduction.axes):
         parts: list[tuple[object, ...]] = []
-        for layout, reduction in plan:
-            if axis in reduction.axes:
-                named = axis in reduction.axes[:data_axes]
-                parts.append((layout.length, layout.runs))
+        for layout, key in plan:
+            if axis in key.reduction.axes:
+                named = axis in key.reduction.axes[:data_axes]
+                parts.append((layout.length, layout.runs, key.reduction.divided, key.trained, key.unit))
                 parts += [(s.start, s.item.shape, s.item.itemsize, s.item.name if named else "") for s in layout.slots]
         digest = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
         largest = all_reduce(torch.tensor([digest, -digest], device=device), axis, op="max", label="same layout?")
         if largest.tolist() != [digest, -digest]:
             raise ValueError(
                 f"the ranks of axis {axis.name} disagree: names, order, shapes and dtypes of trainable parameters, "
-                f"their groups and specs, and bucket_bytes must be the same; rank {axis.rank} has {len(plan)} buckets "
-                f"of {[layout.length for layout, _ in plan]} elements"
+                f"their groups and specs, stage, units and bucket_bytes must be the same; rank {axis.rank} has "
+                f"{len(layouts)} buckets of {[layout.length for layout in layouts]} elements"
             )
 
 
 def _synchronize_rest(
-    model: nn.Module, axes: tuple[Axis, ...], specs: Mapping[str, ParamSpec], policy: PrecisionPolicy | None
+    model: nn.Module,
+    flat: Collection[str],
+    axes: tuple[Axis, ...],
+    specs: Mapping[str, ParamSpec],
+    policy: PrecisionPolicy | None,
 ) -> None:
-    """Frozen parameters and buffers: equal to the first rank's; frozen parameters in the compute dtype."""
+    """Parameters outside of the buckets and buffers: equal to the first rank's; parameters in the compute dtype."""
     data_axis, *copies = axes
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if name in flat:
             continue
         if policy is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(policy.param_dtype)

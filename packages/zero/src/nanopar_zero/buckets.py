@@ -1,12 +1,22 @@
-"""One flat bucket: its parameters, gradients and masters, and the life of its gradient within a backward pass.
+"""One flat bucket: the parameters, gradients and masters of some parameters, and what becomes of them.
 
-    parameters  [ p0 | p1 | .. ]   the model's parameters are views of it
-    masters     [ ............ ]   what the optimizer updates; the same storage unless a PrecisionPolicy says otherwise
-    gradients   [ g0 | g1 | .. ]   p.grad are views of it
+    parameters  [ p0 | p1 | ..... ]   compute dtype; the model's parameters are views of it
+    masters     [ rank 0 | rank 1 ]   this rank's part (stage 0: all): what the optimizer updates
+    gradient    [ g0 | g1 | ..... ]   of this rank, exists from when all p.grad are there until it is reduced
+    reduced     [ rank 0 | rank 1 ]   this rank's part (stage 0: all) of the global gradient
 
-    COLLECTING --all gradients are there--> REDUCING --wait--> REDUCED --zero_grad, or the next backward--> COLLECTING
+The masters are the same storage as the parameters where both have one dtype and the parameters stay whole. The life of
+the gradient:
 
-While a bucket is REDUCING the collective owns its gradients: ``p.grad`` is None, so that autograd cannot add to them.
+    EMPTY --first backward--> COLLECTING --all gradients are there--> REDUCING --wait--> REDUCED --zero_grad--> EMPTY
+                                   ^                                                        |
+                                   '--------- the next backward, which adds to it ----------'
+
+While a bucket is REDUCING the collective owns its gradient: ``p.grad`` is None, so that autograd cannot add to it.
+
+Stage 3 frees the parameters outside of their windows. Their storage is then empty, and the model's parameters are NaN
+of the right shape, which take no memory. When they are gathered again the same storage is filled, so that views which
+autograd has saved for backward are valid again.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from nanopar_core import Axis, Pending, all_reduce, broadcast
+from nanopar_core import Axis, Pending, all_gather, all_reduce, broadcast, reduce_scatter
 from nanopar_zero.layout import BucketLayout
 from nanopar_zero.precision import PrecisionPolicy
 
@@ -26,6 +36,7 @@ from nanopar_zero.precision import PrecisionPolicy
 class State(Enum):
     """Where the bucket's gradient is."""
 
+    EMPTY = auto()
     COLLECTING = auto()
     REDUCING = auto()
     REDUCED = auto()
@@ -33,17 +44,36 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a bucket's gradient becomes global: sum over ``axes``, one after the other, then divide.
+    """How a bucket's gradient becomes global: summed over ``data_axis``, then over ``more_axes``, then divided.
 
     Attributes:
-        axes: the data axis first, then further axes on which gradients are partial sums.
+        data_axis: the axis over whose ranks gradients are summed and, in stages 1 to 3, the bucket is divided.
+        divided: each rank of ``data_axis`` keeps its part only.
+        more_axes: further axes on which gradients are partial sums.
         divisor: 1 for reduce="sum".
         shard_axes: axes over which the parameters themselves are divided; the norm adds up over these.
     """
 
-    axes: tuple[Axis, ...]
+    data_axis: Axis
+    divided: bool
+    more_axes: tuple[Axis, ...]
     divisor: int
     shard_axes: tuple[Axis, ...]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes over which gradients are summed."""
+        return (self.data_axis, *self.more_axes)
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks that hold different parts of the bucket."""
+        return self.data_axis.size if self.divided else 1
+
+    @property
+    def norm_axes(self) -> tuple[Axis, ...]:
+        """Axes over whose ranks the reduced gradients are different parts of the whole."""
+        return (*self.shard_axes, self.data_axis) if self.divided else self.shard_axes
 
     @property
     def leads(self) -> bool:
@@ -53,19 +83,24 @@ class Reduction:
 
 @dataclass(eq=False)
 class Bucket:
-    """The flat buffers of some parameters, and the views of value and gradient of each member."""
+    """The flat buffers of some parameters; trained ones, or (in stage 3) frozen ones, which have no gradients."""
 
     layout: BucketLayout
     members: list[nn.Parameter]
     reduction: Reduction
+    frees_parameters: bool
     parameters: Tensor
     masters: Tensor
-    gradients: Tensor
     weight_views: list[Tensor]
-    gradient_views: list[Tensor]
+    placeholders: list[Tensor]
+    reduce_dtype: torch.dtype
     versions: list[int]
-    state: State = State.COLLECTING
+    is_whole: bool = True  # the parameters are there, or on their way
+    arriving: Pending[Tensor] | None = None
+    state: State = State.EMPTY
     waiting: set[int] = field(default_factory=set)
+    gradient: Tensor | None = None
+    reduced: Tensor | None = None
     pending: Pending[Tensor] | None = None
 
     @classmethod
@@ -75,103 +110,210 @@ class Bucket:
         members: list[nn.Parameter],
         reduction: Reduction,
         policy: PrecisionPolicy | None,
+        *,
+        frees_parameters: bool,
+        equal_axes: tuple[Axis, ...],
     ) -> Bucket:
-        """Move ``members`` into flat buffers: their data become views of ``parameters``."""
+        """Move ``members`` into flat buffers, with the values that the first rank of each of ``equal_axes`` has."""
         first = members[0]
+        trained = first.requires_grad
         master_dtype = first.dtype if policy is None else torch.promote_types(first.dtype, torch.float32)
-        param_dtype = master_dtype if policy is None else policy.param_dtype
+        param_dtype = first.dtype if policy is None else policy.param_dtype
         reduce_dtype = master_dtype if policy is None or policy.reduce_dtype is None else policy.reduce_dtype
-        masters = first.new_zeros(layout.length, dtype=master_dtype)
+        if not trained:
+            master_dtype = param_dtype
+        whole = first.new_zeros(layout.length, dtype=master_dtype)
         for slot, member in zip(layout.slots, members, strict=True):
-            place = masters[slot.start : slot.start + slot.numel].view(member.shape)
+            place = whole[slot.start : slot.start + slot.numel].view(member.shape)
             member.data = place.copy_(member.detach())  # frees the old storage at once
-        parameters = masters if param_dtype == masters.dtype else masters.to(param_dtype)
-        gradients = torch.zeros(layout.length, dtype=reduce_dtype, device=masters.device)
-        weight_views, gradient_views = [], []
+        for axis in equal_axes:
+            broadcast(whole, axis, label="initial weights")
+        own = whole.chunk(reduction.parts)[reduction.data_axis.rank if reduction.divided else 0]
+        if param_dtype == master_dtype:
+            parameters, masters = whole, own.clone() if frees_parameters else own
+        else:
+            parameters, masters = whole.to(param_dtype), own.clone() if reduction.parts > 1 else own
+        views, placeholders = [], []
         for slot, member in zip(layout.slots, members, strict=True):
-            here = slice(slot.start, slot.start + slot.numel)
-            weight_views.append(parameters[here].view(member.shape))
-            gradient_views.append(gradients[here].view(member.shape))
+            views.append(parameters[slot.start : slot.start + slot.numel].view(slot.item.shape))
+            placeholders.append(parameters.new_full((), float("nan")).expand(slot.item.shape))
             member.grad = None
-            member.data = weight_views[-1]
+            member.data = views[-1]
             member.grad_dtype = reduce_dtype
         versions = [member._version for member in members]
-        return cls(layout, members, reduction, parameters, masters, gradients, weight_views, gradient_views, versions)
+        bucket = cls(
+            layout,
+            members,
+            reduction,
+            frees_parameters,
+            parameters,
+            masters,
+            views,
+            placeholders,
+            reduce_dtype,
+            versions,
+        )
+        if frees_parameters:
+            bucket.free()
+        return bucket
 
-    def synchronize_weights(self, axes: tuple[Axis, ...]) -> None:
-        """Make all copies equal to that of the first rank of each axis."""
-        for axis in axes:
-            broadcast(self.masters, axis, label="initial weights")
-        self.publish()
+    # ------------------------------------------------------------------------------------------- this rank's part
+
+    @property
+    def own(self) -> slice:
+        """This rank's part of the flat buffers: all of them in stage 0."""
+        start = self.masters.numel() * (self.reduction.data_axis.rank if self.reduction.divided else 0)
+        return slice(start, start + self.masters.numel())
+
+    @property
+    def masters_are_parameters(self) -> bool:
+        """Whether the optimizer updates the parameters themselves, or its part of them."""
+        return not self.frees_parameters and self.masters.dtype == self.parameters.dtype
+
+    # -------------------------------------------------------------------------------------------------- gradients
 
     def expect_gradients(self) -> None:
-        """A backward pass begins: wait for every member, and let an earlier pass' sum count once, not once per rank."""
+        """A backward pass begins: wait for every member. What earlier passes have reduced stays where it is."""
         self.waiting = set(range(len(self.members)))
-        if (
-            self.state is State.REDUCED
-        ):  # all ranks hold the sum (or mean) of the earlier passes: let one of them keep it
-            if self.reduction.leads:
-                self.gradients.mul_(self.reduction.divisor)
-            else:
-                self.gradients.zero_()
+        if self.state is State.REDUCED:
+            self._adopt_reduced()
+            for member in self.members:
+                member.grad = None
         self.state = State.COLLECTING
 
     def accept(self, index: int) -> None:
-        """Autograd has put a gradient into ``members[index].grad``: move it into the bucket unless it is there."""
-        if self.state is State.REDUCING:
+        """Autograd has put a gradient into ``members[index].grad``."""
+        if self.state is State.REDUCING or self.state is State.REDUCED:
             raise RuntimeError(
                 f"{self.layout.slots[index].item.name} received a gradient after its bucket was sent in the same pass; "
                 "this happens with reentrant checkpointing: use torch.utils.checkpoint with use_reentrant=False"
             )
-        member, view = self.members[index], self.gradient_views[index]
-        if member.grad is None:
-            view.zero_()
-        elif member.grad is not view:
-            gradient = member.grad.detach()  # with create_graph=True it has a history, which the bucket has not
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        member.grad = view
         self.waiting.discard(index)
 
-    def collect(self) -> None:
-        """Take in what is in ``p.grad`` now: zeros for None (not used), or a tensor that the caller put there."""
-        for index, member in enumerate(self.members):
-            if member.grad is not self.gradient_views[index]:
-                self.accept(index)
+    def _collect(self) -> Tensor:
+        """Move what is in ``p.grad`` into a flat gradient: zeros for None (not used)."""
+        flat = torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.masters.device)
+        for gap in self.layout.gaps:
+            flat[gap].zero_()
+        arrived, places = [], []
+        for member, view in zip(self.members, self._views_of(flat), strict=True):
+            if member.grad is None:
+                view.zero_()
+            else:
+                gradient = member.grad.detach()  # with create_graph=True it has a history, which the bucket has not
+                arrived.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                places.append(view)
+                member.grad = None
+        if arrived:
+            torch._foreach_copy_(places, arrived)
+        return flat
 
     def start_reduction(self) -> None:
-        """Sum over the first axis, asynchronously."""
-        self.collect()
-        for member in self.members:
-            member.grad = None
+        """Sum over the data axis, asynchronously."""
+        self.gradient = self._collect()
         self.state = State.REDUCING
-        first, *_ = self.reduction.axes
-        self.pending = all_reduce(self.gradients, first, out=self.gradients, label="gradients", async_op=True)
+        self.waiting = set()
+        axis = self.reduction.data_axis
+        if self.reduction.divided:
+            self.pending = reduce_scatter(self.gradient, axis, label="gradients", async_op=True)
+        else:
+            self.pending = all_reduce(self.gradient, axis, out=self.gradient, label="gradients", async_op=True)
 
     def finish_reduction(self) -> None:
-        """Wait, sum over the remaining axes, divide, and give the parameters their gradients."""
+        """Wait, sum over the remaining axes, divide, and add to what earlier passes have left."""
         assert self.pending is not None
-        self.pending.wait()
-        self.pending = None
-        for axis in self.reduction.axes[1:]:
-            all_reduce(self.gradients, axis, out=self.gradients, label="gradients")
+        part = self.pending.wait()
+        self.pending = self.gradient = None
+        for axis in self.reduction.more_axes:
+            all_reduce(part, axis, out=part, label="gradients")
         if self.reduction.divisor != 1:
-            self.gradients.div_(self.reduction.divisor)
-        for member, view in zip(self.members, self.gradient_views, strict=True):
-            member.grad = view
+            part.div_(self.reduction.divisor)
+        self.reduced = part if self.reduced is None else self.reduced.add_(part)
         self.state = State.REDUCED
+        if not self.reduction.divided:
+            for member, view in zip(self.members, self._views_of(self.reduced), strict=True):
+                member.grad = view
 
-    def abandon(self) -> None:
-        """Forget the gradient: ``p.grad`` is None until the next backward pass writes it anew."""
+    def refresh_reduced(self) -> None:
+        """Take in gradients that the caller put in the place of the reduced ones after backward, on all ranks alike."""
+        if self.state is State.REDUCED:
+            self._adopt_reduced()
+
+    def forget_gradients(self) -> None:
+        """``p.grad`` is None until the next backward pass writes it anew."""
         if self.pending is not None:
             self.pending.wait()
-            self.pending = None
         for member in self.members:
             member.grad = None
-        self.state = State.COLLECTING
+        self.pending = self.gradient = self.reduced = None
+        self.state = State.EMPTY
         self.waiting = set()
+
+    def _adopt_reduced(self) -> None:
+        """Stage 0 shows the reduced gradient in ``p.grad``, where the caller may replace it."""
+        if self.reduction.divided or self.reduced is None:
+            return
+        for member, view in zip(self.members, self._views_of(self.reduced), strict=True):
+            if member.grad is None:
+                view.zero_()
+            elif member.grad.data_ptr() != view.data_ptr():
+                view.copy_(member.grad)
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        return [flat[slot.start : slot.start + slot.numel].view(slot.item.shape) for slot in self.layout.slots]
+
+    # ------------------------------------------------------------------------------------------------- parameters
+
+    def start_gather(self) -> None:
+        """Make the parameters whole again from the parts of all ranks, asynchronously, unless they are already."""
+        if self.is_whole:
+            return
+        self.is_whole = True
+        if self.frees_parameters:
+            self.parameters.untyped_storage().resize_(self.parameters.numel() * self.parameters.element_size())
+        own = self.parameters[self.own]
+        if not self.masters_are_parameters:
+            own.copy_(self.masters)
+        if self.reduction.parts > 1 or self.reduction.data_axis.communicates:
+            sizes = [own.numel()] * self.reduction.parts
+            self.arriving = all_gather(
+                own, self.reduction.data_axis, sizes=sizes, out=self.parameters, label="parameters", async_op=True
+            )
+        if self.frees_parameters:
+            for member, view in zip(self.members, self.weight_views, strict=True):
+                member.data = view
+
+    def wait_for_parameters(self) -> None:
+        """The parameters have arrived when this returns (on CUDA: for what the current stream does from now on)."""
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
+
+    def free(self) -> None:
+        """Stage 3: give the whole parameters' memory back; until they are gathered they read as NaN."""
+        self.wait_for_parameters()
+        self.is_whole = False
+        for member, placeholder in zip(self.members, self.placeholders, strict=True):
+            member.data = placeholder
+        self.parameters.untyped_storage().resize_(0)
+
+    def publish(self) -> None:
+        """The masters have changed: the whole parameters are stale. Stages 1 and 2 start to gather them anew."""
+        increment_version(self.members)  # so that autograd refuses a backward pass through the weights before the step
+        if self.frees_parameters:
+            if self.is_whole:
+                self.free()
+        elif self.reduction.divided:
+            self.is_whole = False
+            self.start_gather()
+        elif not self.masters_are_parameters:
+            self.parameters.copy_(self.masters)
+        self.versions = [member._version for member in self.members]
 
     def adopt_edits(self, everything: bool = False) -> None:
         """Take weights that were written into the model since the last step (a loaded checkpoint) into the masters."""
+        if not self.is_whole:
+            return
         for index, (slot, member, weight) in enumerate(
             zip(self.layout.slots, self.members, self.weight_views, strict=True)
         ):
@@ -184,21 +326,18 @@ class Bucket:
                     )
                 weight.copy_(member.detach())
                 member.data = weight
-            if self.parameters is self.masters:
+            if self.masters_are_parameters:
                 continue
             if moved or everything or member._version != self.versions[index]:
-                self.masters[slot.start : slot.start + slot.numel].copy_(weight.view(-1))
+                start, stop = max(slot.start, self.own.start), min(slot.start + slot.numel, self.own.stop)
+                if start < stop:
+                    self.masters[start - self.own.start : stop - self.own.start].copy_(self.parameters[start:stop])
                 self.versions[index] = member._version
 
-    def publish(self) -> None:
-        """Write the masters into the parameters."""
-        if self.parameters is not self.masters:
-            self.parameters.copy_(self.masters)
-        increment_version(self.members)  # so that autograd refuses a backward pass through the weights before the step
-        self.versions = [member._version for member in self.members]
-
     def release(self) -> None:
-        """Leave the parameters to themselves: they keep their place in the flat buffer, and drop their gradients."""
-        self.abandon()
+        """Leave the parameters to themselves: whole, in their place in the flat buffer, without gradients."""
+        self.forget_gradients()
+        self.start_gather()
+        self.wait_for_parameters()
         for member in self.members:
             member.grad_dtype = member.dtype

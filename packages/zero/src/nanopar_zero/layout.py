@@ -4,15 +4,17 @@
 
     parameters in model order   p0   p1   p2   p3   p4   p5
     buckets, in reduction order [p5 p4] [p3 p2] [p1 p0]           a bucket is closed when it has bucket_bytes
-    one bucket's flat buffer    |p4......|pad|p5....|pad|         runs of one optimizer group lie together
-                                 `- group 0 -' `- group 1 -'
+    one bucket's flat buffer    |p4......|pad|p5....|pad|.pad.|   runs of one optimizer group lie together
+                                 `- group 0 -' `- group 1 ----'
+    its parts on 2 ranks        |- of rank 0 ---|- of rank 1 -|   equally long; a cut may go through a parameter
 
-All ranks compute the same layout from the same names, shapes and dtypes.
+A bucket of stage 3 holds the parameters of one unit, whatever their size; it is gathered and freed at once. All ranks
+compute the same layout from the same names, shapes and dtypes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +65,30 @@ class BucketLayout:
     runs: tuple[Run, ...]
     length: int
 
+    @property
+    def gaps(self) -> Iterator[slice]:
+        """The padding."""
+        end = 0
+        for slot in self.slots:
+            if slot.start > end:
+                yield slice(end, slot.start)
+            end = slot.start + slot.numel
+        if self.length > end:
+            yield slice(end, self.length)
 
-def bucket_layouts(items: Sequence[Item], bucket_bytes: int) -> list[BucketLayout]:
-    """Divide the parameters, given in model order, into buckets in the order in which backward completes them."""
+    def runs_within(self, start: int, stop: int) -> list[Run]:
+        """What of the runs lies between two elements: a rank's part of them."""
+        cut = (Run(run.group, max(run.start, start), min(run.stop, stop)) for run in self.runs)
+        return [run for run in cut if run.start < run.stop]
+
+
+def bucket_layouts(
+    items: Sequence[Item], bucket_bytes: float, parts_of: Callable[[Hashable], int] = lambda _key: 1
+) -> list[BucketLayout]:
+    """Divide the parameters, given in model order, into buckets in the order in which backward completes them.
+
+    ``parts_of(key)`` is the number of ranks among which a bucket is divided: its length is a multiple of that.
+    """
     open_buckets: dict[Hashable, list[Item]] = {}
     filled: dict[Hashable, int] = {}
     closed: list[list[Item]] = []
@@ -76,10 +99,10 @@ def bucket_layouts(items: Sequence[Item], bucket_bytes: int) -> list[BucketLayou
             closed.append(open_buckets.pop(item.key))
             filled[item.key] = 0
     closed.extend(open_buckets.values())
-    return [_place(bucket) for bucket in closed]
+    return [_place(bucket, parts_of(bucket[0].key)) for bucket in closed]
 
 
-def _place(items: Sequence[Item]) -> BucketLayout:
+def _place(items: Sequence[Item], parts: int) -> BucketLayout:
     slots: list[Slot] = []
     runs: list[Run] = []
     end = 0
@@ -90,4 +113,8 @@ def _place(items: Sequence[Item]) -> BucketLayout:
         if runs and runs[-1].group == item.group:
             start = runs.pop().start
         runs.append(Run(item.group, start, end))
-    return BucketLayout(tuple(slots), tuple(runs), end)
+    multiple = ALIGNMENT * parts
+    length = max(-(-end // multiple), parts > 1) * multiple  # a divided bucket is never empty
+    last = runs.pop()
+    runs.append(Run(last.group, last.start, length))
+    return BucketLayout(tuple(slots), tuple(runs), length)

@@ -1,6 +1,7 @@
 """``ZeroOptimizer``: what ``shard`` returns. A ``torch.optim.Optimizer`` around the user's own, working on flat shards.
 
-step():  gradients reduced? --> user's optimizer on the masters, one flat tensor per bucket and group --> parameters
+step():  gradients reduced? --> user's optimizer on this rank's masters, one flat tensor per bucket and group
+         --> stage 0: write the parameters; 1, 2: start to gather them; 3: they are gathered when they are needed
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from nanopar_core import global_norm
 from nanopar_zero.buckets import Bucket
 from nanopar_zero.layout import Run
 from nanopar_zero.reducer import Reducer
+from nanopar_zero.windows import Windows
 
 
 class FlatShard(NamedTuple):
-    """What the user's optimizer sees in place of parameters: one run of a bucket's masters."""
+    """What the user's optimizer sees in place of parameters: what of one bucket's masters is of one group."""
 
     bucket: Bucket
     run: Run
@@ -27,8 +29,10 @@ class FlatShard(NamedTuple):
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the same elements."""
-        return self.bucket.gradients[self.run.start : self.run.stop]
+        """The reduced gradient of the same elements."""
+        assert self.bucket.reduced is not None
+        start = self.bucket.own.start
+        return self.bucket.reduced[self.run.start - start : self.run.stop - start]
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -38,9 +42,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     and changes of ``group["lr"]`` act on it. Every rank calls ``step``, ``clip_grad_norm_`` and ``zero_grad`` alike.
     """
 
-    def __init__(self, reducer: Reducer, inner: torch.optim.Optimizer, shards: Sequence[FlatShard]) -> None:
+    def __init__(
+        self, reducer: Reducer, windows: Windows, inner: torch.optim.Optimizer, shards: Sequence[FlatShard]
+    ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.reducer = reducer
+        self.windows = windows
         self.inner = inner
         self.shards = list(shards)
         self._share_state()
@@ -57,39 +64,47 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.reducer.reduce_now()
         with torch.no_grad():
+            self.windows.wait()
             self._adopt_edits()
             for shard in self.shards:
                 shard.flat.grad = shard.gradient.to(shard.flat.dtype)
             self.inner.step()
             for shard in self.shards:
                 shard.flat.grad = None  # of another dtype than the bucket's it would take memory until the next step
-            for bucket in self.reducer.buckets:
+            for bucket in reversed(self.reducer.buckets):  # in the order of forward
                 bucket.publish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature; the result is the same
         """Start anew: gradients are None until the next backward pass, which also forgets a pass that failed."""
-        self.reducer.abandon()
+        if self.reducer.abandon():
+            self.windows.reset()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients by one factor so that their global norm is at most ``max_norm``.
 
+        In stages 1 to 3 ``p.grad`` is None after backward, so that torch's own ``clip_grad_norm_`` would silently do nothing.
         Gradients with a norm that is not finite are left as they are: skip that step.
 
         Returns:
             the global norm before clipping, a 0-dim tensor equal on all ranks; no host sync.
         """
         self.reducer.reduce_now()
-        buckets = self.reducer.buckets
-        norm = global_norm((bucket.gradients, bucket.reduction.shard_axes) for bucket in buckets)
+        reduced = [(bucket.reduced, bucket.reduction.norm_axes) for bucket in self.reducer.buckets]
+        norm = global_norm((gradient, axes) for gradient, axes in reduced if gradient is not None)
         # A norm that is not finite must not reach the buckets: it would turn their padding into NaN for good.
         factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-        for bucket in buckets:
-            bucket.gradients.mul_(factor.to(bucket.gradients.dtype))
+        for gradient, _ in reduced:
+            if gradient is not None:
+                gradient.mul_(factor.to(gradient.dtype))
         return norm
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context for all but the last micro-batch of a step: gradients add up on this rank, nothing is sent."""
+        """Context for all but the last micro-batch of a step.
+
+        In stages 0 and 1 gradients add up on this rank and nothing is sent. Stages 2 and 3 keep only this rank's part
+        of a gradient and reduce every micro-batch, within this context too.
+        """
         return self.reducer.no_sync()
 
     def reload_from_model(self) -> None:
@@ -100,9 +115,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._adopt_edits(everything=True)
 
+    def wait(self) -> None:
+        """After ``step``, before weights are read otherwise than by the model's forward: let them arrive."""
+        self.windows.wait()
+
+    def hold(self) -> None:
+        """Stage 3: keep gathered units whole over several micro-batches, until ``step``, and on until ``release``."""
+        self.windows.hold()
+
+    def release(self) -> None:
+        """End ``hold`` and free the units."""
+        self.windows.release()
+
     def close(self) -> None:
-        """Remove all hooks; the model stays usable and keeps its present weights."""
+        """Remove all hooks; the model stays usable and keeps its present weights, whole. Called on all ranks."""
         self.reducer.close()
+        self.windows.close()
+        for bucket in dict.fromkeys([*self.reducer.buckets, *self.windows.buckets]):
+            bucket.release()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, by flat shard: for resuming in the same layout. ``nanopar_zero.save`` moves."""

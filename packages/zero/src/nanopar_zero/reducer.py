@@ -1,6 +1,6 @@
 """Gradients become global during backward: the hooks, and the order in which buckets are sent.
 
-    a gradient arrives --> its bucket is complete --> all earlier buckets sent? --> all_reduce, asynchronously
+    a gradient arrives --> its bucket is complete --> all earlier buckets sent? --> reduce it, asynchronously
     backward ends      --> send what is left, unused parameters as zeros ---------> wait for all, in order
 
 Buckets go out in one fixed order on every rank, whatever the order in which gradients arrive and whichever parameters a
@@ -11,10 +11,9 @@ no rank waits for a collective that another one skips ("PyTorch Distributed", Li
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -23,30 +22,7 @@ from nanopar_zero.buckets import Bucket, State
 from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, will_accumulate
 
 NO_BACKWARD = -1
-
-
-class OutputHook:
-    """Forward hook of the whole model: lets the reducer know at once when a backward pass through its output begins.
-
-    Holds the reducer weakly, as ``ParameterHooks`` does; in a copy of the model (deepcopy, pickle) it does nothing.
-    """
-
-    def __init__(self, reducer: Reducer | None = None) -> None:
-        self._reducer = None if reducer is None else weakref.ref(reducer)
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Watch every tensor of the output from which a backward pass can start."""
-        if self._reducer is not None:
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._backward_begins)
-
-    def __reduce__(self) -> tuple[type[OutputHook], tuple[()]]:
-        return OutputHook, ()
-
-    def _backward_begins(self, _gradient: Tensor) -> None:
-        if self._reducer is not None and (reducer := self._reducer()) is not None:
-            reducer.begin_backward()
+MAX_IN_FLIGHT = 2  # divided buckets: a further one waits for the first, so that few whole gradients exist at a time
 
 
 class ParameterHooks:
@@ -79,15 +55,23 @@ def is_watched(parameter: nn.Parameter) -> bool:
 
 
 class Reducer:
-    """Watches the backward passes of one model and reduces its buckets, until it is closed or nobody holds it."""
+    """Watches the backward passes of one model and reduces its buckets, until it is closed or nobody holds it.
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    Args:
+        buckets: in the order in which they are reduced.
+        keeps_local: stages 0 and 1, where ``no_sync`` lets gradients add up on this rank.
+        by_units: stage 3, where ``send`` says when a bucket is complete; otherwise its gradients do.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, keeps_local: bool, by_units: bool) -> None:
         self.buckets = list(buckets)
+        self._keeps_local, self._by_units = keeps_local, by_units
         self._synchronizing = True
         self._backward = NO_BACKWARD
         self._nested = False
         self._sent = 0
-        handles = [model.register_forward_hook(OutputHook(self))]
+        self._in_flight: deque[Bucket] = deque()
+        handles = []
         for number, bucket in enumerate(self.buckets):
             for index, member in enumerate(bucket.members):
                 hooks = ParameterHooks(self, number, index)
@@ -98,8 +82,8 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block backward passes accumulate gradients on this rank and send nothing."""
-        before, self._synchronizing = self._synchronizing, False
+        """Within the block backward passes accumulate gradients on this rank and send nothing (stages 0 and 1)."""
+        before, self._synchronizing = self._synchronizing, not self._keeps_local
         try:
             yield
         finally:
@@ -118,67 +102,60 @@ class Reducer:
             bucket.expect_gradients()
         call_at_end_of_backward(self._end_backward)
 
+    def send(self, buckets: Iterable[Bucket]) -> None:
+        """Stage 3: no more gradients will come for these buckets."""
+        if self._backward != NO_BACKWARD:
+            for bucket in buckets:
+                if bucket.state is State.COLLECTING:
+                    self._start(bucket)
+
     def reduce_now(self) -> None:
         """Reduce what backward passes under ``no_sync`` have accumulated, or zeros where there was none."""
         for bucket in self.buckets:
-            if bucket.state is State.REDUCED:
-                bucket.collect()  # the caller may have replaced gradients after backward, on all ranks alike
+            bucket.refresh_reduced()
         self._finish()
 
-    def abandon(self) -> None:
-        """Forget all gradients, also those of a backward pass that ended in an exception."""
-        self._backward = NO_BACKWARD
+    def abandon(self) -> bool:
+        """Forget all gradients, also those of a pass that ended in an exception; says whether there was such a pass."""
+        was_running, self._backward = self._backward != NO_BACKWARD, NO_BACKWARD
+        self._in_flight.clear()
         for bucket in self.buckets:
-            bucket.abandon()
+            bucket.forget_gradients()
+        return was_running
 
     def close(self) -> None:
         """Remove every hook."""
         self._hooks()
-        for bucket in self.buckets:
-            bucket.release()
 
     def accept(self, number: int, index: int) -> None:
         """A parameter has its gradient: the bucket that it completes can be sent."""
         self.buckets[number].accept(index)
         # Nested passes (reentrant checkpointing) may bring more for the same parameters: then send the rest at the end.
         self._nested |= current_backward() != self._backward
-        if self._synchronizing and not self._nested:
-            self._send_complete_buckets()
-
-    def _send_complete_buckets(self) -> None:
-        while self._sent < len(self.buckets) and not self.buckets[self._sent].waiting:
-            self.buckets[self._sent].start_reduction()
-            self._sent += 1
+        if self._synchronizing and not self._nested and not self._by_units:
+            while self._sent < len(self.buckets) and not self.buckets[self._sent].waiting:
+                self._start(self.buckets[self._sent])
+                self._sent += 1
 
     def _end_backward(self) -> None:
         self._backward = NO_BACKWARD
         if self._synchronizing:
             self._finish()
 
+    def _start(self, bucket: Bucket) -> None:
+        bucket.start_reduction()
+        self._in_flight.append(bucket)
+        if bucket.reduction.divided and len(self._in_flight) > MAX_IN_FLIGHT:
+            self._in_flight.popleft().finish_reduction()
+
     def _finish(self) -> None:
         for bucket in self.buckets:
-            if bucket.state is State.COLLECTING:
-                bucket.start_reduction()
-        for bucket in self.buckets:
-            if bucket.state is State.REDUCING:
-                bucket.finish_reduction()
+            if bucket.state in (State.EMPTY, State.COLLECTING):
+                self._start(bucket)
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduction()
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output: alone, or in tuples, lists, dictionaries and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))

@@ -15,6 +15,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread."""
+    return current_backward() != -1
+
+
 def will_accumulate(parameter: nn.Parameter) -> bool:
     """Whether the running pass writes ``parameter.grad`` if it reaches it: not so in ``torch.autograd.grad``."""
     try:

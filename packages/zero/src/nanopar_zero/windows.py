@@ -1,0 +1,297 @@
+"""When a unit's parameters are whole: the hooks on forward and backward, and the order in which units are gathered.
+
+Stage 3, units 1 2 3 and the root 0 (o: gathering, =: whole, then freed; one unit ahead is prefetched):
+
+    forward   0 o===================|           backward   0 o======================|
+              1 o====|              |                      3 o====|
+              2    o====|           |                      2    o=======|
+              3       o========|    |                      1       o=========|
+
+Stages 1 and 2 start all gathers after the optimizer's step, in the order of forward, and a unit only waits for its own;
+nothing is freed. Stage 0 has nothing to do here.
+
+Every forward and every backward of the model is a sweep that gathers each unit once, in one fixed order, whichever
+units a rank's data use: a unit that was passed over is gathered when a later one is needed, and the rest at the end. In
+backward the reductions of stage 3 have their fixed places between the gathers: a unit is reduced when backward reaches
+one before it. So all ranks issue the same collectives in the same order ("FSDP", Zhao et al. 2023, section 3.3).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nanopar_zero.buckets import Bucket
+from nanopar_zero.reducer import Reducer
+from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, in_backward
+from nanopar_zero.units import ROOT
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module, and the buckets that hold its parameters (in stages 1 and 2 also parameters of its neighbours)."""
+
+    name: str
+    module: nn.Module
+    buckets: list[Bucket]
+    forwards: int = 0  # in the forward of the model that is running
+    backwards_to_come: int = 0  # how many outputs of it have a backward that did not begin yet
+    is_reused: bool = False  # ran twice in one forward of the model: it stays whole to the end of each sweep
+
+    @property
+    def is_done(self) -> bool:
+        """Once backward is at a unit before it: no more of its gradients come."""
+        return self.backwards_to_come <= 0 and not self.is_reused
+
+
+class Windows:
+    """Opens and closes the units of one model.
+
+    Args:
+        units: the root first, then in the order of forward.
+        reducer: told when a unit's gradients are complete.
+        frees: stage 3.
+        prefetch: how many units are gathered ahead of the one that is needed.
+        reshard_after_forward: free units after forward, to gather them again for backward.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], reducer: Reducer, *, frees: bool, prefetch: int, reshard_after_forward: bool
+    ) -> None:
+        self.units = list(units)
+        self.reducer = reducer
+        self.is_held = False
+        self._frees, self._prefetch, self._reshards = frees, prefetch, reshard_after_forward
+        self._backward_order = [self.units[ROOT], *self.units[:ROOT:-1]]
+        self._gathered = 0  # units of the present sweep that were gathered or passed over
+        self._reached = 0  # place in the order of backward
+        self._forward_runs = False
+        self._forwards_of_root = 0  # since the last backward
+        self._backward_runs = False
+        handles: list[RemovableHandle] = []
+        for index, unit in enumerate(self.units):
+            handles.append(unit.module.register_forward_pre_hook(ModuleHook(self, index, "begins"), prepend=True))
+            handles.append(unit.module.register_forward_hook(ModuleHook(self, index, "ends")))
+        self._hooks = weakref.finalize(self, _remove, handles)
+        self._hooks.atexit = False
+
+    # ---------------------------------------------------------------------------------------------------- forward
+
+    def forward_begins(self, index: int) -> None:
+        """A unit is about to run: gather what comes next, and let its own parameters arrive."""
+        unit = self.units[index]
+        if not in_backward():  # otherwise it is recomputed, and backward's sweep is the one that counts
+            if index == ROOT:
+                self._begin_forward()
+            unit.forwards += 1
+            if unit.forwards > 1 and index != ROOT:
+                unit.is_reused = True
+            if self._forward_runs:
+                self._gather_up_to(self.units, index + self._prefetch)
+        self._open(unit)
+
+    def forward_ends(self, index: int, output: Any) -> None:
+        """A unit has run: free it, and watch for the backward of what it gave out."""
+        unit = self.units[index]
+        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        if index == ROOT or self._frees:
+            reached = BackwardHook(self, index)
+            for tensor in watched:
+                tensor.register_hook(reached)
+        if in_backward():  # of what is recomputed either the first output or this one has a backward, never both
+            return
+        unit.backwards_to_come += bool(watched)
+        if index == ROOT:
+            self._end_forward(bool(watched))
+        elif self._reshards and not unit.is_reused:
+            self._close(unit)
+
+    def _begin_forward(self) -> None:
+        if self._forward_runs:  # an exception has ended the forward before this one
+            self._close_all()
+        self._forward_runs = True
+        self._gathered = 0
+        for unit in self.units:
+            unit.forwards = 0
+
+    def _end_forward(self, has_backward: bool) -> None:
+        self._gather_up_to(self.units, len(self.units) - 1)
+        self._forward_runs = False
+        self._forwards_of_root += has_backward
+        if self._reshards:
+            self._close_all()
+
+    # --------------------------------------------------------------------------------------------------- backward
+
+    def backward_reaches(self, index: int) -> None:
+        """The gradient of a unit's output is there: units after it are done, this one's parameters are needed."""
+        if self._frees:
+            self._begin_backward()
+        self.reducer.begin_backward()
+        if not self._frees:
+            return
+        unit = self.units[index]
+        unit.backwards_to_come -= 1
+        reached = 0 if index == ROOT else len(self.units) - index
+        for other in self._backward_order[1:reached]:
+            if other.is_done:
+                self._close(other)
+        self._advance_backward(reached)
+        self._open(unit)
+
+    def _advance_backward(self, reached: int) -> None:
+        """Gather and reduce up to a place, one step after the other, also where this rank's data passed units over."""
+        while self._reached < reached:
+            self._reached += 1
+            self._gather_up_to(self._backward_order, self._reached + self._prefetch)
+            before = self._backward_order[self._reached - 1]
+            if before.is_done and self._reached > 1 and self._forwards_of_root <= 1:
+                self.reducer.send(before.buckets)  # after several forwards it waits for the gradients of all
+
+    def _begin_backward(self) -> None:
+        if not self._backward_runs:
+            self._backward_runs = True
+            self._gathered = self._reached = 0
+            self._gather_up_to(self._backward_order, self._prefetch)
+            self._open(self.units[ROOT])
+            call_at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """All gradients are computed; the reducer sends what is left after this."""
+        self._advance_backward(len(self.units) - 1)
+        self._backward_runs = False
+        self._close_all()
+        self._forget_forwards()
+
+    # ----------------------------------------------------------------------------------------- by hand, and the end
+
+    def hold(self) -> None:
+        """From now on units stay whole once they are gathered, until ``release`` or the optimizer's step."""
+        self.is_held = True
+
+    def release(self) -> None:
+        """Free what ``hold`` has kept."""
+        self.is_held = False
+        self._close_all()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets in the order of forward, each once."""
+        return list(dict.fromkeys(bucket for unit in self.units for bucket in unit.buckets))
+
+    def wait(self) -> None:
+        """Let all gathers arrive that were started."""
+        for bucket in self.buckets:
+            bucket.wait_for_parameters()
+
+    def reset(self) -> None:
+        """After an exception in forward or backward: no sweep is running."""
+        self._forward_runs = self._backward_runs = False
+        self._close_all()
+        self._forget_forwards()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._hooks()
+
+    # ----------------------------------------------------------------------------------------------------- parts
+
+    def _gather_up_to(self, order: Sequence[Unit], last: int) -> None:
+        """Start the gathers of a sweep up to a place in its order."""
+        if self._frees:
+            while self._gathered <= min(last, len(order) - 1):
+                self._start(order[self._gathered])
+                self._gathered += 1
+
+    def _start(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            bucket.start_gather()
+
+    def _open(self, unit: Unit) -> None:
+        self._start(unit)  # outside of a sweep, or again in one
+        for bucket in unit.buckets:
+            bucket.wait_for_parameters()
+
+    def _close(self, unit: Unit) -> None:
+        if self._frees and not self.is_held:
+            for bucket in unit.buckets:
+                if bucket.is_whole:
+                    bucket.free()
+
+    def _close_all(self) -> None:
+        for unit in self.units:
+            self._close(unit)
+
+    def _forget_forwards(self) -> None:
+        self._forwards_of_root = 0
+        for unit in self.units:
+            unit.backwards_to_come = 0
+
+
+class ModuleHook:
+    """Forward hook of a unit's module.
+
+    It holds the windows weakly: torch keeps hooks where Python's garbage collector does not look, and a cycle through
+    them would keep model and buffers in memory for ever. In a copy of the model (deepcopy, pickle) it does nothing.
+    """
+
+    def __init__(self, windows: Windows | None = None, index: int = 0, moment: str = "") -> None:
+        self._windows = None if windows is None else weakref.ref(windows)
+        self._index, self._moment = index, moment
+
+    @property
+    def windows(self) -> Windows | None:
+        """The windows, while somebody holds them."""
+        return None if self._windows is None else self._windows()
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Any = None) -> None:
+        """torch calls it before forward without, after forward with the output."""
+        if (windows := self.windows) is None:
+            return
+        if self._moment == "begins":
+            windows.forward_begins(self._index)
+        else:
+            windows.forward_ends(self._index, output)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
+
+class BackwardHook:
+    """Hook of the tensors that a unit gave out: the first of them that has its gradient counts."""
+
+    def __init__(self, windows: Windows, index: int) -> None:
+        self._windows, self._index = weakref.ref(windows), index
+        self._last_pass = -1
+
+    def __call__(self, _gradient: Tensor) -> None:
+        """The whole gradient of the tensor is there, nothing before it was computed."""
+        this_pass = current_backward()
+        if this_pass != self._last_pass and (windows := self._windows()) is not None:
+            self._last_pass = this_pass
+            windows.backward_reaches(self._index)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output: alone, or in tuples, lists, dictionaries and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_in(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
