@@ -83,7 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients by one factor so that their global norm is at most ``max_norm``.
 
-        In stages 1 to 3 ``p.grad`` is None after backward, so that torch's own ``clip_grad_norm_`` would silently do nothing.
+        In stages 1 to 3 ``p.grad`` is None after backward: torch's own ``clip_grad_norm_`` would silently do nothing.
         Gradients with a norm that is not finite are left as they are: skip that step.
 
         Returns:
