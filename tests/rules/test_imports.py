@@ -105,6 +105,8 @@ DISTRIBUTED: dict[str, tuple[str, ...]] = {
     # torchrun's own launcher, and the list of backends that `env` prints
     "nanopar_sft/launcher.py": ("torch.distributed.elastic", "torch.distributed.launcher"),
     "nanopar_sft/environment.py": ("torch.distributed.is_backend_available",),
+    # what `compare` measures nanopar against
+    "nanopar_sft/peers.py": ("torch.distributed.fsdp", "torch.distributed.optim"),
 }
 SUBMODULES = (
     "algorithms",

@@ -124,7 +124,7 @@ def test_exit_statuses(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["train"])
 
 
-NAMES = "train, eval, generate, data, export, trace, env"
+NAMES = "train, eval, generate, data, export, trace, compare, env"
 
 
 @pytest.mark.parametrize(

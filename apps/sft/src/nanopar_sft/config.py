@@ -35,6 +35,18 @@ from nanopar_sft.errors import InputError
 
 DEFAULT_STEPS = 1200
 
+# Where a command's default is not the key's own. compare: the protocol that its published figures follow.
+DEFAULTS_OF: dict[str, dict[str, object]] = {
+    "compare": {
+        "model": "dense",
+        "seq_len": 256,
+        "batch_size": 4,
+        "nproc": 2,
+        "threads": 1,
+        "output_dir": Path("runs/compare"),
+    }
+}
+
 
 class Planned:
     """A key that nanopar-sft will have: what it will do, and the only value that is right until then."""
@@ -112,6 +124,7 @@ DATA = "train eval data trace"
 RANKS = "train eval trace"
 DECODE = "train eval generate"
 STEP = "train trace"  # what one optimizer step depends on
+COMPARE = "compare"
 
 
 class Config(BaseSettings):
@@ -125,7 +138,11 @@ class Config(BaseSettings):
 
     # Model
     model: str = key(
-        "nano", "Model", MODEL, "preset (nano, phi-tiny-moe, phi-mini-moe), directory in Hugging Face form, or hub id"
+        "nano",
+        "Model",
+        f"{MODEL} {COMPARE}",
+        "preset (nano, phi-tiny-moe, phi-mini-moe), directory in Hugging Face form, or hub id; for compare also dense "
+        "(a Qwen3 of 25 M parameters) and moe (a Phi-MoE of 23 M)",
     )
     tokenizer: OptionalText = key(
         None, "Model", ALL, "directory, hub id, or builtin (none: the model's own; builtin for a preset)"
@@ -152,7 +169,13 @@ class Config(BaseSettings):
         None, "Data", "train data trace", "use only the first N training rows (none: all)", ge=1
     )
     eval_rows: OptionalInt = key(None, "Data", DATA, "use only the first N held-back rows (none: all)", ge=1)
-    seq_len: int = key(512, "Data", DATA, "longest sequence, in tokens; longer rows are left out and counted", ge=2)
+    seq_len: int = key(
+        512,
+        "Data",
+        f"{DATA} {COMPARE}",
+        "longest sequence, in tokens; longer rows are left out and counted (compare: every sequence has this length)",
+        ge=2,
+    )
     max_operand: int = key(20, "Data", DATA, "synthetic: largest operand (the smallest is 2)", ge=3)
     two_step: float = key(0.4, "Data", DATA, "synthetic: share of problems that take two steps", ge=0, le=1)
     three_step: float = key(0.0, "Data", DATA, "synthetic: share of problems that take three steps", ge=0, le=1)
@@ -168,8 +191,10 @@ class Config(BaseSettings):
         ge=1,
     )
     epochs: OptionalFloat = key(None, "Optimisation", "train", "passes over the training rows, instead of steps", gt=0)
-    batch_size: int = key(32, "Optimisation", DATA, "sequences per optimizer step, over all ranks", ge=1)
-    microbatches: int = key(1, "Optimisation", STEP, "gradient accumulation: parts of each rank's batch", ge=1)
+    batch_size: int = key(32, "Optimisation", f"{DATA} {COMPARE}", "sequences per optimizer step, over all ranks", ge=1)
+    microbatches: int = key(
+        1, "Optimisation", f"{STEP} {COMPARE}", "gradient accumulation: parts of each rank's batch", ge=1
+    )
     lr: float = key(2e-3, "Optimisation", STEP, "peak learning rate of AdamW", gt=0)
     lr_schedule: Literal["cosine", "linear", "constant"] = key(
         "cosine", "Optimisation", STEP, "how the rate falls to 0 after the warm-up"
@@ -185,17 +210,43 @@ class Config(BaseSettings):
 
     # Ranks and memory
     nproc: OptionalInt = key(
-        None, "Ranks and memory", RANKS, "ranks to start on this machine (none: dp); torchrun's number wins", ge=1
+        None,
+        "Ranks and memory",
+        f"{RANKS} {COMPARE}",
+        "ranks to start on this machine (none: dp); torchrun's number wins",
+        ge=1,
     )
     dp: OptionalInt = key(None, "Ranks and memory", RANKS, "data-parallel ranks (none: all)", ge=1)
     zero: int = key(0, "Ranks and memory", STEP, "ZeRO stage: 0 keeps everything on every rank", ge=0, le=3)
     recompute: bool = key(False, "Ranks and memory", STEP, "recompute activations in backward instead of keeping them")
     threads: OptionalInt = key(
-        None, "Ranks and memory", DECODE, "CPU threads of each rank (none: cores divided by local ranks)", ge=1
+        None,
+        "Ranks and memory",
+        f"{DECODE} {COMPARE}",
+        "CPU threads of each rank (none: cores divided by local ranks)",
+        ge=1,
     )
     timeout_s: float = key(
-        300.0, "Ranks and memory", RANKS, "seconds after which a collective that a rank missed fails", gt=0
+        300.0,
+        "Ranks and memory",
+        f"{RANKS} {COMPARE}",
+        "seconds after which a collective that a rank missed fails",
+        gt=0,
     )
+
+    # Comparison
+    strategies: Patterns = key(
+        (), "Comparison", COMPARE, "strategies of nanopar, such as zero0, called ddp too (none: all that there are)"
+    )
+    peers: Patterns = key(
+        (),
+        "Comparison",
+        COMPARE,
+        "torch-ddp, zero-redundancy, fsdp2-keep, fsdp2-reshard, deepspeed0 to deepspeed3; one that is not installed is "
+        "a row that says so",
+    )
+    pairs: int = key(5, "Comparison", COMPARE, "timed steps, each paired with a plain local one", ge=1)
+    fused: bool = key(True, "Comparison", COMPARE, "AdamW in one kernel, on all sides; false: torch's default loop")
 
     # Answers
     prompt: OptionalText = key(None, "Answers", "generate", "question to answer")
@@ -209,7 +260,7 @@ class Config(BaseSettings):
 
     # Output
     output_dir: Path = key(
-        Path("runs/sft"), "Output", "train eval export trace", "directory for everything that is written"
+        Path("runs/sft"), "Output", "train eval export trace compare", "directory for everything that is written"
     )
     save_every: OptionalInt = key(None, "Output", "train", "steps between checkpoints (none: no checkpoints)", ge=1)
     resume: OptionalText = key(
@@ -281,8 +332,8 @@ class Config(BaseSettings):
             world_size: number of ranks that will run it.
 
         Returns:
-            A configuration with `dp` set to the layout, `nproc` cleared (it follows from the layout), and for `train`
-            either `steps` or `epochs` set.
+            A configuration with the command's own defaults, `dp` set to the layout, `nproc` cleared (it follows from
+            the layout; `compare` starts its ranks itself and keeps it), and for `train` either `steps` or `epochs` set.
 
         Raises:
             InputError: the keys contradict each other, or ask for something that is not available yet.
@@ -298,12 +349,25 @@ class Config(BaseSettings):
             raise InputError("max_new_tokens=0 lets generate say nothing: use --max-new-tokens 256")
         if command == "export" and not self.resume:
             raise InputError("export needs a checkpoint: --resume DIRECTORY")
+        if command == COMPARE:
+            return self._resolved_comparison(world_size)
         filled: dict[str, object] = {"nproc": None, "dp": self._resolved_dp(command, world_size)}
         if command in STEP.split():
             self._check_training(world_size)
             if self.steps is None and self.epochs is None:
                 filled["steps"] = DEFAULT_STEPS
         return self.model_copy(update=filled)
+
+    def _resolved_comparison(self, world_size: int) -> Self:
+        self._resolved_dp(COMPARE, world_size)  # refuses to be one of several ranks
+        defaults = {
+            name: value
+            for name, value in DEFAULTS_OF[COMPARE].items()
+            if name not in self.model_fields_set or getattr(self, name) is None
+        }
+        filled = self.model_copy(update=defaults)
+        filled._check_batch(filled.nproc or 1, "nproc")
+        return filled
 
     def _resolved_dp(self, command: str, world_size: int) -> int:
         if command not in RANKS.split():
@@ -328,10 +392,14 @@ class Config(BaseSettings):
                 f"warmup={self.warmup:g} leaves no step to train in steps={steps}: use fewer warm-up steps, "
                 "or a fraction such as 0.03"
             )
-        if self.batch_size % (dp * self.microbatches):
+        self._check_batch(dp, "dp")
+
+    def _check_batch(self, ranks: int, key_of_ranks: str) -> None:
+        if self.batch_size % (ranks * self.microbatches):
             raise InputError(
-                f"batch_size={self.batch_size} is not divisible by dp={dp} x microbatches={self.microbatches} "
-                f"= {dp * self.microbatches}: every micro-batch must have the same number of sequences"
+                f"batch_size={self.batch_size} is not divisible by {key_of_ranks}={ranks} x "
+                f"microbatches={self.microbatches} = {ranks * self.microbatches}: every micro-batch must have the same "
+                "number of sequences"
             )
 
 

@@ -1,9 +1,11 @@
 """What the app asks of the machine: threads, memory, and how fast the hardware could be."""
 
 import os
+import platform
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +13,22 @@ import nanopar_models as models
 
 # Dense bf16 peak, FLOP/s, from the makers' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX A5000": 111e12}
+
+
+def description() -> dict[str, Any]:
+    """What published figures must name: processor, cores, memory, GPUs, and how busy the machine was."""
+    cpu = platform.processor()
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "platform": platform.platform(),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "load_average": round(os.getloadavg()[0], 2),
+    }
 
 
 def set_threads(threads: int | None) -> None:

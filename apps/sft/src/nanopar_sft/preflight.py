@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanopar_sft import assemble, report
+from nanopar_sft import assemble, candidates, report, workload
 from nanopar_sft.checkpoints import newest_checkpoint
 from nanopar_sft.config import Config, nearest
 from nanopar_sft.errors import InputError
@@ -21,7 +21,10 @@ def check(command: str, config: Config) -> None:
     if command == "train":
         report.check_log(config.log)
         _check_no_other_run(config)
-    if command in ("train", "trace"):
+    if command == "compare":
+        candidates.chosen(config.strategies, config.peers)
+        _check_workload(config)
+    if command in ("train", "trace", "compare"):
         _check_output(config.output_dir)
 
 
@@ -34,6 +37,14 @@ def _check_model(model: str) -> None:
             f"model={model}: neither a preset ({', '.join(assemble.PRESETS)}), nor a directory, nor a hub id like "
             f"owner/name; did you mean {guess}?"
         )
+
+
+def _check_workload(config: Config) -> None:
+    if config.model not in workload.GENERATED:
+        _check_model(config.model)
+    positions = workload.positions(config.model)
+    if positions is not None and config.seq_len > positions:
+        raise InputError(f"seq_len={config.seq_len} is longer than the {positions} positions of model={config.model}")
 
 
 def _check_data(command: str, config: Config) -> None:

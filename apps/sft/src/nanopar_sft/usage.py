@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from nanopar_sft.commands import COMMANDS
-from nanopar_sft.config import Config
+from nanopar_sft.config import DEFAULTS_OF, Config
 
 EXAMPLES = """\
   nanopar-sft train                                             learn generated problems: no network, no files
@@ -43,19 +43,20 @@ def of_command(command: str) -> str:
         shown = field.json_schema_extra
         assert isinstance(shown, dict)
         if command in shown["commands"]:  # type: ignore[operator]  # a list, typed as any JSON value
-            groups.setdefault(str(shown["group"]), []).append(_entry(name, field, width))
+            default = DEFAULTS_OF.get(command, {}).get(name, field.default)
+            groups.setdefault(str(shown["group"]), []).append(_entry(name, field, default, width))
     keys = "\n".join(f"{group}\n{''.join(entries)}" for group, entries in groups.items())
     usage = f"usage: nanopar-sft {command} [--config FILE.yaml] [--key value ...]" if keys else ""
     body = f"{usage}\n\n{keys}\n{NOTES}" if keys else f"usage: nanopar-sft {command}\n"
     return f"nanopar-sft {command}: {COMMANDS[command].summary}\n\n{body}"
 
 
-def _entry(name: str, field: FieldInfo, width: int) -> str:
+def _entry(name: str, field: FieldInfo, default: object, width: int) -> str:
     """`  --key VALUE     description  [default]`, wrapped to the width of the terminal."""
     column = 30
     head = f"  --{name} {_placeholder(field.annotation)}".ljust(column)
     gap = "" if len(head) == column else "\n" + " " * column
-    text = f"{field.description}  [{_shown_default(field.default)}]"
+    text = f"{field.description}  [{_shown_default(default)}]"
     wrapped = textwrap.wrap(text, max(width - column, 30), break_long_words=False)
     return head + gap + ("\n" + " " * column).join(wrapped) + "\n"
 

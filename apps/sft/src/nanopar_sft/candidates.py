@@ -1,0 +1,122 @@
+"""The table of what ``compare`` can measure: nanopar's strategies, the peers, and plain local training.
+
+    name --> Candidate.build(Setup) --> step(batch of all ranks) --> this rank's loss
+                                        forward, backward, update; what it sends and when is the candidate's business
+
+A new strategy of nanopar is one line in ``STRATEGIES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+
+import nanopar_zero as zero
+from nanopar_sft import floors, peers, workload
+from nanopar_sft.config import nearest
+from nanopar_sft.errors import InputError
+from nanopar_sft.floors import Needs
+from nanopar_sft.setup import Setup, Step, train_on_parts
+
+Kind = Literal["local", "nanopar", "peer"]
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the comparison.
+
+    Attributes:
+        kind: whose it is.
+        build: makes model and optimizer on this rank; collective where the strategy is.
+        needs: what it cannot do without.
+        missing: why it cannot run here, as a package that is not installed; None where it can.
+    """
+
+    kind: Kind
+    build: Callable[[Setup], Step]
+    needs: Needs
+    missing: Callable[[], str | None] = lambda: None
+
+
+def local(setup: Setup) -> Step:
+    """This rank's part of the batch, in plain PyTorch, nothing sent: the limit that communication is measured by."""
+    model = setup.make_model()
+    optimizer = workload.adamw(model.parameters(), setup.fused)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = train_on_parts(model, setup.parts(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def zero_stage(stage: int, **options: Any) -> Candidate:
+    """``nanopar_zero.shard`` at a stage, with further keyword arguments of it."""
+    return Candidate("nanopar", partial(_zero, stage=stage, options=options), floors.STAGES[stage])
+
+
+def _zero(setup: Setup, *, stage: int, options: dict[str, Any]) -> Step:
+    model = setup.make_model()
+    optimizer = zero.shard(
+        model,
+        lambda groups: workload.adamw(groups, setup.fused),
+        axis=setup.axis,
+        stage=stage,
+        **options,
+    )
+    # Stages 2 and 3 reduce after every micro-batch: between two of them they keep no whole gradient.
+    hold_back = optimizer.no_sync if stage < 2 else nullcontext
+
+    def step(batch: Tensor) -> Tensor:
+        loss = train_on_parts(model, setup.parts(batch), hold_back)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+STRATEGIES: dict[str, Candidate] = {
+    "zero0": zero_stage(0),
+}
+OTHER_NAMES = {"ddp": "zero0"}
+PEERS: dict[str, Candidate] = {
+    name: Candidate("peer", peer.build, peer.needs, peer.missing) for name, peer in peers.PEERS.items()
+}
+CANDIDATES: dict[str, Candidate] = {
+    LOCAL: Candidate("local", local, floors.NOTHING),
+    **STRATEGIES,
+    **PEERS,
+}
+
+
+def chosen(strategies: Sequence[str], others: Sequence[str]) -> list[str]:
+    """The candidates to measure, in order, each once; plain local training always comes first.
+
+    Raises:
+        InputError: a name that does not exist, or that belongs to the other key.
+    """
+    own = [OTHER_NAMES.get(name, name) for name in strategies or STRATEGIES]
+    _check("strategies", own, [LOCAL, *STRATEGIES, *OTHER_NAMES], other=("peers", PEERS))
+    _check("peers", others, PEERS, other=("strategies", STRATEGIES))
+    return list(dict.fromkeys([LOCAL, *own, *others]))
+
+
+def _check(key: str, names: Iterable[str], known: Iterable[str], other: tuple[str, Iterable[str]]) -> None:
+    known, (other_key, other_names) = list(known), other
+    for name in names:
+        if name in known:
+            continue
+        if name in other_names:
+            raise InputError(f"{key}={name}: {name} belongs to {other_key}: --{other_key} {name}")
+        raise InputError(
+            f"{key}={name}: no such name; did you mean {nearest(name, known)}? There are {', '.join(known)}"
+        )

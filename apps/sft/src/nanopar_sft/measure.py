@@ -1,0 +1,247 @@
+"""One candidate of ``compare`` in a set of processes of its own: ``python -m nanopar_sft.measure CANDIDATE FOLDER``.
+
+    not a rank -> starts the ranks -> each:   step 0, 1   warm up    | torch's allocations counted,
+                                              step 2      memory     | from before the model is built
+                                              step 3      collectives counted
+                                              then ``pairs`` times: barrier, [the candidate's step]
+                                                                    barrier, [a plain local step]
+                                                                    barrier, [the collectives it needs, alone]
+
+All ranks do the same at the same time, so the three clocks of a turn see the same load of the machine: figures are
+ratios inside a turn. FOLDER holds ``config.yaml``; a rank leaves ``rank-N.json`` or ``error-N.txt``, and rank 0 a byte
+in ``progress`` for each step or turn. The name ``reference`` gives the losses of plain training in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+import nanopar_core as core
+from nanopar_sft import launcher, machine, workload
+from nanopar_sft.candidates import CANDIDATES, LOCAL, Candidate, local
+from nanopar_sft.config import Config
+from nanopar_sft.memory import MemoryCounter
+from nanopar_sft.setup import Setup, Step, train_on_parts
+from nanopar_sft.traffic import CallCounter, written_bytes
+
+T = TypeVar("T")
+
+REFERENCE = "reference"
+WARM_UP_STEPS = 2
+STEPS_BEFORE_PAIRS = WARM_UP_STEPS + 2  # one for memory, one for the collectives
+PIECE_BYTES = 25 * 2**20  # the floor's collectives go in pieces of this size, as real ones do
+CONFIG, PROGRESS = "config.yaml", "progress"
+
+
+@dataclass
+class Clock:
+    """Seconds of each timed call on one rank: on the wall, and of all its threads on the CPU."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """What one rank saw; memory as ``MemoryCounter`` counts it, bytes per step.
+
+    ``activation_bytes``: what forward and backward of one micro-batch take above weights and moments where every
+    gradient is dropped as soon as it is complete (measured by plain local training only).
+    ``bytes_modelled``: from nanopar's ledger; None for peers. ``bytes_written``: of the timed steps, where one can see.
+    """
+
+    parameter_bytes: int
+    losses: list[float] = field(default_factory=list)
+    peak_memory_bytes: int = 0
+    live_memory_bytes: int = 0
+    activation_bytes: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    bytes_modelled: int | None = None
+    bytes_written: list[int | None] = field(default_factory=list)
+    candidate: Clock = field(default_factory=Clock)
+    local: Clock = field(default_factory=Clock)
+    collectives: Clock = field(default_factory=Clock)
+
+    @classmethod
+    def read(cls, file: Path) -> Report:
+        """The report that a rank has left."""
+        values = json.loads(file.read_text(encoding="utf-8"))
+        clocks = {name: Clock(**values[name]) for name in ("candidate", "local", "collectives")}
+        return cls(**{**values, **clocks})
+
+
+def things_to_do(config: Config) -> int:
+    """The bytes that ``progress`` has at the end, for every name."""
+    return STEPS_BEFORE_PAIRS + config.pairs
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks, or be one; returns the exit status."""
+    name, folder = arguments[0], Path(arguments[1])
+    config = Config.parse(["--config", str(folder / CONFIG)])
+    launcher.end_with_launcher()
+    if not launcher.in_rank():
+        ranks = 1 if name == REFERENCE else config.nproc or 1
+        return launcher.launch(ranks, arguments, threads=config.threads, module="nanopar_sft.measure")
+    rank = os.environ["RANK"]
+    machine.set_threads(config.threads)
+    try:
+        with core.launch(timeout_s=config.timeout_s, seed=workload.SEED) as world:
+            report = Measurement(config, world, folder / PROGRESS).run(name)
+            (folder / f"rank-{rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+    except Exception as error:  # a rank that only stops because another one failed leaves through SystemExit
+        (folder / f"error-{rank}.txt").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        raise
+    return 0
+
+
+class Measurement:
+    """One candidate on one rank."""
+
+    def __init__(self, config: Config, world: core.World, progress: Path) -> None:
+        self.config, self.device = config, world.device
+        self.axis = core.Mesh(dp=world.size).dp
+        self.progress = progress if world.rank == 0 else None
+        self.setup = Setup(config.model, self.axis, world.device, config.microbatches, config.fused)
+        model = workload.build_model(config.model)  # brings in what is only imported when a model is built, too
+        self.vocabulary = workload.vocabulary(model)
+        self.parameters = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+    def run(self, name: str) -> Report:
+        """The whole protocol, or the reference's losses."""
+        report = Report(self.parameters)
+        if name == REFERENCE:
+            step = local(self.setup)
+            report.losses = [self._step(step, number) for number in range(things_to_do(self.config))]
+            return report
+        candidate = CANDIDATES[name]
+        step = self._memory(candidate, report, with_activations=name == LOCAL)
+        self._calls(candidate, step, report)
+        self._pairs(candidate, step, report)
+        return report
+
+    def _batch(self, number: int) -> Tensor:
+        return workload.batch(number, self.config.batch_size, self.config.seq_len, self.vocabulary)
+
+    def _step(self, step: Step, number: int) -> float:
+        loss = step(self._batch(number)).item()
+        self._report_progress()
+        return loss
+
+    def _report_progress(self) -> None:
+        if self.progress is not None:
+            with self.progress.open("a") as file:
+                file.write(".")
+
+    def _memory(self, candidate: Candidate, report: Report, *, with_activations: bool) -> Step:
+        with MemoryCounter(self.device) as counter:
+            step = candidate.build(self.setup)
+            report.losses += [self._step(step, number) for number in range(WARM_UP_STEPS)]
+            with counter.window("step"):
+                report.losses.append(self._step(step, WARM_UP_STEPS))
+            if with_activations:
+                model = self.setup.make_model()
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                parts = self.setup.parts(self._batch(WARM_UP_STEPS))
+                with counter.window("activations"):
+                    train_on_parts(model, parts[:1])
+        window = counter.windows["step"]
+        report.peak_memory_bytes, report.live_memory_bytes = window.peak, window.end
+        if with_activations:
+            window = counter.windows["activations"]
+            report.activation_bytes = window.peak - window.start
+        return step
+
+    def _calls(self, candidate: Candidate, step: Step, report: Report) -> None:
+        """nanopar's collectives by its ledger: some are made of torch's point-to-point ones."""
+        with core.ledger() as book:
+            if candidate.kind == "peer":
+                with CallCounter() as counter:
+                    loss = self._step(step, WARM_UP_STEPS + 1)
+                report.calls = dict(counter.calls)
+            else:
+                loss = self._step(step, WARM_UP_STEPS + 1)
+                report.calls = dict(Counter(record.op for record in book.records))
+                report.bytes_modelled = sum(record.bytes for record in book.records)
+        report.losses.append(loss)
+
+    def _pairs(self, candidate: Candidate, step: Step, report: Report) -> None:
+        plain = local(self.setup)
+        plain(self._batch(0))
+        collectives = self._collectives(candidate)
+        collectives()
+        for number in range(self.config.pairs):
+            batch = self._batch(STEPS_BEFORE_PAIRS + number)
+            before = self._barrier_and_count()
+            loss = self._time(partial(step, batch), report.candidate)
+            after = written_bytes()
+            report.bytes_written.append(None if before is None or after is None else after - before)
+            report.losses.append(loss.item())
+            self._barrier_and_count()
+            self._time(partial(plain, batch), report.local)
+            self._barrier_and_count()
+            self._time(collectives, report.collectives)
+            self._report_progress()
+
+    def _barrier_and_count(self) -> int | None:
+        core.barrier(self.axis)
+        return written_bytes()
+
+    def _time(self, action: Callable[[], T], clock: Clock) -> T:
+        self._finish_queued()
+        cpu, wall = time.process_time(), time.perf_counter()
+        result = action()
+        self._finish_queued()
+        clock.wall.append(time.perf_counter() - wall)
+        clock.cpu.append(time.process_time() - cpu)
+        return result
+
+    def _finish_queued(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _collectives(self, candidate: Candidate) -> Callable[[], None]:
+        """What the candidate cannot do without, on buffers of the parameters' size, one after the other."""
+        counts = candidate.needs.collectives(self.config.microbatches)
+        whole = torch.zeros(self.parameters // 4 if counts else 0, device=self.device)
+        pieces = whole.split(PIECE_BYTES // 4)
+
+        def run() -> None:
+            for op, number in counts.items():
+                for _ in range(number):
+                    for piece in pieces:
+                        _once(op, piece, self.axis)
+
+        return run
+
+
+def _once(op: str, whole: Tensor, axis: core.Axis) -> None:
+    """One collective in place: all_gather sends this rank's part of ``whole``, reduce_scatter fills it."""
+    part = whole.split(core.split_sizes(whole.numel(), axis.size))[axis.rank]
+    if op == "all_reduce":
+        core.all_reduce(whole, axis, out=whole)
+    elif op == "reduce_scatter":
+        core.reduce_scatter(whole, axis, out=part)
+    else:
+        core.all_gather(part, axis, out=whole)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""The peers of ``compare``: how public libraries train the same model, set up as their documentation says.
+
+    torch-ddp         DistributedDataParallel                                               stage 0
+    zero-redundancy   DistributedDataParallel and ZeroRedundancyOptimizer                   stage 1
+    fsdp2-keep        fully_shard on every block, reshard_after_forward=False               stage 3, kept until backward
+    fsdp2-reshard     the same, reshard_after_forward=True                                  stage 3
+    deepspeed0 to 3   DeepSpeed, buckets of 4 M elements (by default they take 2 GB)        stages 0 to 3
+
+The one file of the product that touches them. torch's are always there; DeepSpeed is an optional install.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopar_sft import floors, workload
+from nanopar_sft.floors import Needs
+from nanopar_sft.setup import Setup, Step, train_on_parts
+
+
+@dataclass(frozen=True)
+class Peer:
+    """See ``candidates.Candidate``."""
+
+    build: Callable[[Setup], Step]
+    needs: Needs
+    package: str = "torch"
+
+    def missing(self) -> str | None:
+        """Why it cannot run here; None where it can."""
+        if importlib.util.find_spec(self.package) is None:
+            return f'{self.package} is not installed: pip install "nanopar-sft[{self.package}]"'
+        return None
+
+
+def torch_ddp(setup: Setup, *, shard_optimizer: bool) -> Step:
+    """DistributedDataParallel; ``shard_optimizer``: with ZeroRedundancyOptimizer."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(setup.make_model())
+    optimizer: torch.optim.Optimizer
+    if shard_optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        options: dict[str, Any] = workload.adamw_options(setup.fused)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    else:
+        optimizer = workload.adamw(model.parameters(), setup.fused)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = train_on_parts(model, setup.parts(batch), model.no_sync)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def fsdp2(setup: Setup, *, reshard: bool) -> Step:
+    """``fully_shard`` on every block and then on the whole; gradients are reduced after every micro-batch."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = setup.make_model()
+    for block in blocks(model):
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    optimizer = workload.adamw(model.parameters(), setup.fused)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = train_on_parts(model, setup.parts(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the members of the outermost list of modules."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return list(next(lists, []))
+
+
+def deepspeed(setup: Setup, *, stage: int) -> Step:
+    """DeepSpeed's engine, with AdamW of torch; it divides the losses of micro-batches itself."""
+    if setup.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
+    import deepspeed
+
+    model = setup.make_model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=deepspeed_config(setup, stage),
+        dist_init_required=False,
+    )
+
+    def step(batch: Tensor) -> Tensor:
+        total = torch.zeros((), device=setup.device)
+        for ids in setup.parts(batch):
+            loss = workload.loss_of(engine, ids)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / setup.microbatches
+        return total
+
+    return step
+
+
+def deepspeed_config(setup: Setup, stage: int) -> dict[str, Any]:
+    """The JSON configuration. Clipping is on at 1.0 unless it is switched off."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # checked against nothing when the batch does not come from its loader
+        "gradient_accumulation_steps": setup.microbatches,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {**workload.adamw_options(setup.fused), "torch_adam": True}},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 4_000_000,
+            "allgather_bucket_size": 4_000_000,
+            "stage3_prefetch_bucket_size": 2_000_000,
+            "stage3_param_persistence_threshold": 1000,
+            "stage3_max_live_parameters": 4_000_000,
+        },
+    }
+
+
+PEERS: dict[str, Peer] = {
+    "torch-ddp": Peer(partial(torch_ddp, shard_optimizer=False), floors.STAGES[0]),
+    "zero-redundancy": Peer(partial(torch_ddp, shard_optimizer=True), floors.STAGES[1]),
+    "fsdp2-keep": Peer(partial(fsdp2, reshard=False), floors.STAGE_3_KEPT),
+    "fsdp2-reshard": Peer(partial(fsdp2, reshard=True), floors.STAGES[3]),
+    **{
+        f"deepspeed{stage}": Peer(partial(deepspeed, stage=stage), floors.STAGES[stage], "deepspeed")
+        for stage in range(4)
+    },
+}
