@@ -289,7 +289,7 @@ FAULTS: dict[type[Training], str] = {
     StepSkipped: r"optimizer step skipped or done differently on rank 1 \(the others agree with the reference\): 0\.we",
     NotClipped: r"weights do not \(0\.weight and 3 more\) and differ along the gradients: clipping factor or learning",
     LossNotReduced: r"replicas on dp differ in loss\[0\]: not reduced \(their sum is right\)$",
-    LossSummed: r"loss\[0\] deviates, gradients and norm do not: only its report is wrong: ratio 2\.000 = size of axis",
+    LossSummed: r"loss\[0\] deviates, gradients, norm do not: only its report is wrong: ratio 2\.000 = size of axis",
     RowsMixedUp: r"first deviation 0\.weight: the same values in another order: shards put together wrongly$",
     WrongSign: r"first deviation 2\.bias: constant ratio -1\.000: wrong sign$",
     OwnArithmetic: r"replicas on dp differ by rounding: not every rank did the same arithmetic: norm\[0\] and",
@@ -660,6 +660,21 @@ def test_ratios_in_single_precision_and_near_zero() -> None:
     assert report.differences[0].ratio is None
 
 
+def test_loss_and_norm_without_gradients() -> None:
+    right = {"loss": [2.0, 1.0], "norm": [4.0, 3.0]}
+    (said,) = verify.compare(right, {"loss": [0.5, 0.9], "norm": [1.0, 2.9]}, axes={"dp": 4}).diagnosis
+    assert said == (
+        "loss[0] and norm[0] off by the same constant: loss divisor, ratio 0.250 = 1/size of axis dp: averaged where "
+        "it should be summed"
+    )
+    (said,) = verify.compare(right, {"loss": [2.0, 1.0], "norm": [2.0, 3.0]}, axes={"dp": 4}).diagnosis
+    assert said.endswith("square root of 1/size of axis dp: norm of the local shard used as the global norm")
+    (said,) = verify.compare(right, {"loss": [8.0, 1.0], "norm": [4.0, 3.0]}, axes={"dp": 4}).diagnosis
+    assert said.startswith("loss[0] deviates, norm does not: only its report is wrong: ratio 4.000 = size of axis dp")
+    (said,) = verify.compare({"loss": 2.0}, {"loss": 1.9}, axes={"dp": 4}).diagnosis
+    assert said == "first deviation loss: ratio 0.950"
+
+
 def test_all_that_a_size_may_be_is_named() -> None:
     """The norm belongs to no parameter, whose axes would come first."""
     said = verify.compare({"norm": 2.0}, {"norm": 4.0}, axes={"dp": 2}, micro_batches=2).diagnosis
@@ -720,7 +735,7 @@ def test_outputs_come_before_loss_and_gradients(change: Any, sentence: str) -> N
         f"first deviation outputs.logits: {sentence}; the forward pass has other weights, inputs or arithmetic"
     )
     (said,) = verify.compare(result(x), result(x) | {"loss": 2 * x.exp().sum()}, axes={"tp": 2}).diagnosis
-    assert said.startswith("loss deviates, gradients and norm do not: only its report is wrong: ratio 2.000")
+    assert said.startswith("loss deviates, gradients do not: only its report is wrong: ratio 2.000")
 
 
 def test_a_gradient_that_is_not_there() -> None:

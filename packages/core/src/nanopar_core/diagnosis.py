@@ -214,6 +214,11 @@ def _norm(e: Evidence) -> list[str]:
     if ratio is None:
         return []
     if not e.names("gradients", e.expected):
+        loss = e.wrong.get(e.first("loss"))
+        if loss is not None and loss.ratio is not None and abs(loss.ratio / ratio - 1) <= 2 * e.slack:
+            return [
+                f"{loss.name} and {leaf} off by the same constant: loss divisor, ratio {ratio:.3f}{_meaning(e, ratio)}"
+            ]
         return [f"first deviation {leaf}: ratio {ratio:.3f}{_meaning_of_norm(e, ratio)}"]
     root = _name(e, ratio**2)
     named = f"{leaf}: ratio {ratio:.3f}" + (f" = square root of {root[0]}" if root else "")
@@ -227,7 +232,10 @@ def _loss(e: Evidence) -> list[str]:
         return []
     ratio = e.wrong[leaf].ratio
     named = "" if ratio is None else f": ratio {ratio:.3f}{_meaning(e, ratio)}"
-    return [f"{leaf} deviates, gradients and norm do not: only its report is wrong{named}"]
+    if not (right := _given(e, "gradients", "norm")):
+        return [f"first deviation {leaf}{named}"]
+    verb = "does" if right == "norm" else "do"
+    return [f"{leaf} deviates, {right} {verb} not: only its report is wrong{named}"]
 
 
 def _update(e: Evidence) -> list[str]:
@@ -243,13 +251,17 @@ def _update(e: Evidence) -> list[str]:
     if later:
         begin = f"the first step's loss and norm agree, {later[0]} does not"
         return [f"{begin}: the optimizer step: {stale}, the clipping factor, or the optimizer's options and states"]
-    given = [key for key in ("loss", "gradients", "norm") if any(name.startswith(key) for name in e.expected)]
-    if not given:
+    if not (right := _given(e, "loss", "gradients", "norm")):
         return [f"weights deviate ({_listed(weights)}): compare loss, gradients and norm too to see where it begins"]
-    begin = f"{', '.join(given)} agree, weights do not ({_listed(weights)})"
+    begin = f"{right} agree, weights do not ({_listed(weights)})"
     if _along_gradients(e, weights):
         return [f"{begin} and differ along the gradients: clipping factor or learning rate"]
     return [f"{begin}: the optimizer step: {stale}, or the optimizer's options and states"]
+
+
+def _given(e: Evidence, *keys: str) -> str:
+    """Those of the keys that there are, as words."""
+    return ", ".join(key for key in keys if any(name.startswith(key) for name in e.expected))
 
 
 def _along_gradients(e: Evidence, weights: Sequence[str]) -> bool:
