@@ -21,6 +21,10 @@ from nanopar_models.layout import TokenLayout
 from nanopar_models.rope import rotate
 from nanopar_models.torch_private import sdpa_backend
 
+# On the CPU torch's bf16 kernel is the faster one forward, but its backward pass pays a fixed price per block of
+# queries; for sequences up to this many tokens fp32 is faster in sum.
+_SHORT = 128
+
 
 class AttentionCore(nn.Module):
     """``core(q [B, H, S, C], k [B, G, K, C], v [B, G, K, C], mask) -> [B, H, S, C]``.
@@ -31,7 +35,11 @@ class AttentionCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Softmax(q k^T / sqrt(C)) v over the keys each query sees."""
-        causal = mask is None and q.shape[2] > 1
+        causal, dtype = mask is None, q.dtype
+        if q.shape[2] == 1:  # a branch, so that a compiler with unknown lengths gets a bool
+            causal = False
+        if q.is_cpu and dtype is torch.bfloat16 and q.shape[2] <= _SHORT and torch.is_grad_enabled():
+            q, k, v = q.float(), k.float(), v.float()
         if not torch.compiler.is_compiling() and not q.is_meta:
             k, v, backend = fit_heads(q, k, v, mask, causal)
             if backend == SDPBackend.MATH:
@@ -42,7 +50,7 @@ class AttentionCore(nn.Module):
                 )
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        ).to(dtype)
 
 
 def fit_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, SDPBackend]:
