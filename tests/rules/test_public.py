@@ -41,7 +41,7 @@ PUBLIC: dict[str, list[str]] = {
         "split_fwd_all_gather_bwd",
         "split_sizes",
     ],
-    "zero": ["PrecisionPolicy", "ZeroOptimizer", "full_state_dict", "load", "save", "shard"],
+    "zero": ["LossScale", "PrecisionPolicy", "ZeroOptimizer", "full_state_dict", "load", "save", "shard"],
     "tensor": [],
     "pipeline": [],
     "expert": [],

@@ -14,6 +14,7 @@ from nanopar_core.testing import assert_parity, run
 
 BF16 = zero.PrecisionPolicy(param_dtype=torch.bfloat16)
 BF16_THROUGHOUT = zero.PrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+FP16 = zero.PrecisionPolicy(torch.float16, loss_scale=zero.LossScale(initial=1024.0))  # the gradients here are large
 STEPS, MICROS, RANKS = 4, 3, 2
 
 
@@ -166,18 +167,18 @@ def by_reload_from_model(model: One, optimizer: zero.ZeroOptimizer) -> None:
 EDITS = [by_load_state_dict, by_an_edit_in_place, by_another_tensor, by_reload_from_model]
 
 
-@pytest.mark.parametrize("policy", [None, BF16, zero.PrecisionPolicy(torch.float16)])
+@pytest.mark.parametrize("policy", [None, BF16, FP16])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_weights_written_into_the_model_are_trained_on(edit: Any, policy: Any, steps_before: int) -> None:
     model = One(0.0, torch.float32)
     optimizer = shard(model, sgd, policy=policy)
     for _ in range(steps_before):
-        model.w.sum().backward()
+        optimizer.scale(model.w.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
     edit(model, optimizer)
-    model.w.sum().backward()
+    optimizer.scale(model.w.sum()).backward()
     optimizer.step()
     assert zero.full_state_dict(model, optimizer)["w"].item() == pytest.approx(1.9, rel=1e-6)
     assert model.w.item() == pytest.approx(1.9, rel=1e-6 if policy is None else 1e-2)

@@ -15,9 +15,11 @@ from nanopar_core import Axis, ParamSpec, all_reduce, as_axis, broadcast
 from nanopar_zero.buckets import Bucket, Reduction
 from nanopar_zero.groups import resolve_groups
 from nanopar_zero.layout import BucketLayout, Item, bucket_layouts
+from nanopar_zero.loss_scale import LossScaler
 from nanopar_zero.optimizer import FlatShard, ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
 from nanopar_zero.reducer import Reducer, is_watched
+from nanopar_zero.rounding import Rounding
 from nanopar_zero.stages import STAGES, Stage
 from nanopar_zero.units import find_units, unit_of_parameters
 from nanopar_zero.windows import Unit, Windows
@@ -127,15 +129,20 @@ def shard(
             reduction,
             policy,
             frees_parameters=divides.divides_parameters,
+            keeps_local=not divides.divides_gradients,
             equal_axes=reduction.axes[: 1 + len(copies)],
         )
         buckets.append(bucket)
     _synchronize_rest(model, set(flat), (data_axis, *copies), specs, policy)
 
     trained = [bucket for bucket in buckets if bucket.members[0].requires_grad]
-    flat_groups, shards = _flat_groups(options, trained)
+    rounding = Rounding(policy.rounding_seed, trained) if policy is not None and policy.stochastic_rounding else None
+    scaler = LossScaler(policy.loss_scale) if policy is not None and policy.loss_scale is not None else None
+    flat_groups, shards = _flat_groups(options, trained, rounding)
     inner = make_optimizer(flat_groups)
-    reducer = Reducer(trained, keeps_local=not divides.divides_gradients, by_units=divides.divides_parameters)
+    reducer = Reducer(
+        trained, keeps_local=not divides.divides_gradients, by_units=divides.divides_parameters, scaler=scaler
+    )
     windows = Windows(
         _units(modules, unit_of, buckets, divides),
         reducer,
@@ -143,7 +150,7 @@ def shard(
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
     )
-    return ZeroOptimizer(reducer, windows, inner, shards)
+    return ZeroOptimizer(reducer, windows, inner, shards, rounding)
 
 
 class _Key(NamedTuple):
@@ -179,14 +186,15 @@ def _units(
 
 
 def _flat_groups(
-    options: Iterable[Mapping[str, Any]], buckets: Iterable[Bucket]
+    options: Iterable[Mapping[str, Any]], buckets: Iterable[Bucket], rounding: Rounding | None
 ) -> tuple[list[dict[str, Any]], list[FlatShard]]:
     """The user's groups with flat shards in place of parameters, and these shards."""
     flat_groups: list[dict[str, Any]] = [{"params": [], **option} for option in options]
     shards = []
     for bucket in buckets:
         for run in bucket.layout.runs_within(bucket.own.start, bucket.own.stop):
-            flat = nn.Parameter(bucket.masters[run.start - bucket.own.start : run.stop - bucket.own.start])
+            masters = bucket.masters[run.start - bucket.own.start : run.stop - bucket.own.start]
+            flat = nn.Parameter(masters if rounding is None else rounding.absent(masters))
             flat_groups[run.group]["params"].append(flat)
             shards.append(FlatShard(bucket, run, flat))
     return flat_groups, shards

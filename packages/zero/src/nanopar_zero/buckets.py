@@ -112,14 +112,19 @@ class Bucket:
         policy: PrecisionPolicy | None,
         *,
         frees_parameters: bool,
+        keeps_local: bool,
         equal_axes: tuple[Axis, ...],
     ) -> Bucket:
-        """Move ``members`` into flat buffers, with the values that the first rank of each of ``equal_axes`` has."""
+        """Move ``members`` into flat buffers, with the values that the first rank of each of ``equal_axes`` has.
+
+        Where passes may add up on this rank (``keeps_local``) ``p.grad`` is of ``reduce_dtype``. Otherwise it only waits
+        for its bucket to be complete, and autograd need not widen it before it is copied there.
+        """
         first = members[0]
         trained = first.requires_grad
-        master_dtype = first.dtype if policy is None else torch.promote_types(first.dtype, torch.float32)
-        param_dtype = first.dtype if policy is None else policy.param_dtype
-        reduce_dtype = master_dtype if policy is None or policy.reduce_dtype is None else policy.reduce_dtype
+        param_dtype, master_dtype, reduce_dtype = (
+            (first.dtype, first.dtype, first.dtype) if policy is None else policy.dtypes(first.dtype)
+        )
         if not trained:
             master_dtype = param_dtype
         whole = first.new_zeros(layout.length, dtype=master_dtype)
@@ -139,7 +144,7 @@ class Bucket:
             placeholders.append(parameters.new_full((), float("nan")).expand(slot.item.shape))
             member.grad = None
             member.data = views[-1]
-            member.grad_dtype = reduce_dtype
+            member.grad_dtype = reduce_dtype if keeps_local else param_dtype
         versions = [member._version for member in members]
         bucket = cls(
             layout,
@@ -219,15 +224,15 @@ class Bucket:
         else:
             self.pending = all_reduce(self.gradient, axis, out=self.gradient, label="gradients", async_op=True)
 
-    def finish_reduction(self) -> None:
+    def finish_reduction(self, loss_scale: float) -> None:
         """Wait, sum over the remaining axes, divide, and add to what earlier passes have left."""
         assert self.pending is not None
         part = self.pending.wait()
         self.pending = self.gradient = None
         for axis in self.reduction.more_axes:
             all_reduce(part, axis, out=part, label="gradients")
-        if self.reduction.divisor != 1:
-            part.div_(self.reduction.divisor)
+        if (divisor := self.reduction.divisor * loss_scale) != 1:
+            part.div_(divisor)
         self.reduced = part if self.reduced is None else self.reduced.add_(part)
         self.state = State.REDUCED
         if not self.reduction.divided:

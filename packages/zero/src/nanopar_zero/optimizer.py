@@ -1,12 +1,13 @@
 """``ZeroOptimizer``: what ``shard`` returns. A ``torch.optim.Optimizer`` around the user's own, working on flat shards.
 
-step():  gradients reduced? --> user's optimizer on this rank's masters, one flat tensor per bucket and group
+step():  gradients reduced? finite (fp16)? --> user's optimizer on this rank's masters, flat, per bucket and group
          --> stage 0: write the parameters; 1, 2: start to gather them; 3: they are gathered when they are needed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from nanopar_core import global_norm
 from nanopar_zero.buckets import Bucket
 from nanopar_zero.layout import Run
 from nanopar_zero.reducer import Reducer
+from nanopar_zero.rounding import Rounding
 from nanopar_zero.windows import Windows
 
 
@@ -31,8 +33,17 @@ class FlatShard(NamedTuple):
     def gradient(self) -> Tensor:
         """The reduced gradient of the same elements."""
         assert self.bucket.reduced is not None
+        return self.bucket.reduced[self._place]
+
+    @property
+    def masters(self) -> Tensor:
+        """The same elements of the bucket's masters: the storage of ``flat``, except under stochastic rounding."""
+        return self.bucket.masters[self._place]
+
+    @property
+    def _place(self) -> slice:
         start = self.bucket.own.start
-        return self.bucket.reduced[self.run.start - start : self.run.stop - start]
+        return slice(self.run.start - start, self.run.stop - start)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -43,20 +54,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, reducer: Reducer, windows: Windows, inner: torch.optim.Optimizer, shards: Sequence[FlatShard]
+        self,
+        reducer: Reducer,
+        windows: Windows,
+        inner: torch.optim.Optimizer,
+        shards: Sequence[FlatShard],
+        rounding: Rounding | None = None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.reducer = reducer
         self.windows = windows
         self.inner = inner
         self.shards = list(shards)
+        self.skipped = False  # by the last step, on all ranks alike: its gradients were not finite (fp16)
+        self._scaler = reducer.scaler
+        self._rounding = rounding
         self._share_state()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights on every rank; gradients that are still local (``no_sync``) are reduced first.
 
+        With a loss scale (fp16) the host waits here to see whether the gradients are finite. Where they are not, the
+        step is skipped on all ranks: ``skipped`` is True, the loss scale falls, nothing else moves. Schedulers step by
+        themselves: ``if not optimizer.skipped: scheduler.step()``. With other policies nothing is skipped and nothing
+        waits.
+
         Args:
             closure: optional; recomputes the loss under ``torch.enable_grad`` and is called once.
+
+        Raises:
+            RuntimeError: a loss scale, but ``scale`` was never called.
         """
         loss = None
         if closure is not None:
@@ -64,16 +91,50 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.reducer.reduce_now()
         with torch.no_grad():
-            self.windows.wait()
-            self._adopt_edits()
-            for shard in self.shards:
-                shard.flat.grad = shard.gradient.to(shard.flat.dtype)
-            self.inner.step()
-            for shard in self.shards:
-                shard.flat.grad = None  # of another dtype than the bucket's it would take memory until the next step
-            for bucket in reversed(self.reducer.buckets):  # in the order of forward
-                bucket.publish()
+            self.skipped = self._overflows()
+            if not self.skipped:
+                self._update()
         return loss
+
+    def _overflows(self) -> bool:
+        """Whether gradients are not finite, known from their norm, which all ranks share; moves the loss scale."""
+        if self._scaler is None:
+            return False
+        overflows = not math.isfinite(self._norm().item())
+        self._scaler.update(overflows)
+        return overflows
+
+    def _update(self) -> None:
+        self.windows.wait()
+        self._adopt_edits()
+        for shard in self.shards:
+            if self._rounding is not None:
+                self._rounding.widen(shard.flat, shard.masters)
+            shard.flat.grad = shard.gradient.to(shard.flat.dtype)
+        self.inner.step()
+        for shard in self.shards:
+            shard.flat.grad = None  # of another dtype than the bucket's it would take memory until the next step
+            if self._rounding is not None:
+                self._rounding.narrow(shard.flat, shard.masters, shard.bucket, shard.run.start)
+        if self._rounding is not None:
+            self._rounding.updates += 1
+        for bucket in reversed(self.reducer.buckets):  # in the order of forward
+            bucket.publish()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call ``backward`` on: times ``loss_scale``, in fp32 at least; without a loss scale as it is.
+
+        Gradients are divided by the scale again when they are reduced. Compute the loss in fp32: in fp16 its own
+        gradient overflows at a scale of 65536.
+        """
+        if self._scaler is None:
+            return loss
+        return self._scaler.scaled(loss)
+
+    @property
+    def loss_scale(self) -> float:
+        """What ``scale`` multiplies by, equal on all ranks; 1 without a loss scale."""
+        return 1.0 if self._scaler is None else self._scaler.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature; the result is the same
         """Start anew: gradients are None until the next backward pass, which also forgets a pass that failed."""
@@ -90,14 +151,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             the global norm before clipping, a 0-dim tensor equal on all ranks; no host sync.
         """
         self.reducer.reduce_now()
-        reduced = [(bucket.reduced, bucket.reduction.norm_axes) for bucket in self.reducer.buckets]
-        norm = global_norm((gradient, axes) for gradient, axes in reduced if gradient is not None)
+        norm = self._norm()
         # A norm that is not finite must not reach the buckets: it would turn their padding into NaN for good.
         factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-        for gradient, _ in reduced:
-            if gradient is not None:
-                gradient.mul_(factor.to(gradient.dtype))
+        for bucket in self.reducer.buckets:
+            if bucket.reduced is not None:
+                bucket.reduced.mul_(factor.to(bucket.reduced.dtype))
         return norm
+
+    def _norm(self) -> Tensor:
+        reduced = ((bucket.reduced, bucket.reduction.norm_axes) for bucket in self.reducer.buckets)
+        return global_norm((gradient, axes) for gradient, axes in reduced if gradient is not None)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for all but the last micro-batch of a step.
@@ -136,12 +200,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, by flat shard: for resuming in the same layout. ``nanopar_zero.save`` moves."""
-        return self.inner.state_dict()
+        return {**self.inner.state_dict(), "extra": self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, in the same layout."""
-        self.inner.load_state_dict(state_dict)
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "extra"})
         self._share_state()
+        self.load_extra_state(state_dict.get("extra", {}))
+
+    def extra_state(self) -> dict[str, Any]:
+        """What resuming needs beside weights and the inner optimizer's state: JSON values, equal on all ranks."""
+        state: dict[str, Any] = {}
+        if self._scaler is not None:
+            state["loss_scale"] = self._scaler.state_dict()
+        if self._rounding is not None:
+            state["updates"] = self._rounding.updates
+        return state
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``extra_state`` gave; what is not there, or of no use under this policy, is left alone."""
+        if self._scaler is not None and "loss_scale" in state:
+            self._scaler.load_state_dict(state["loss_scale"])
+        if self._rounding is not None and "updates" in state:
+            self._rounding.updates = int(state["updates"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not offered, since a new parameter has no bucket: ``close()`` this optimizer and call ``shard`` again."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nanopar_zero.buckets import Bucket, State
+from nanopar_zero.loss_scale import LossScaler
 from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, will_accumulate
 
 NO_BACKWARD = -1
@@ -61,10 +62,14 @@ class Reducer:
         buckets: in the order in which they are reduced.
         keeps_local: stages 0 and 1, where ``no_sync`` lets gradients add up on this rank.
         by_units: stage 3, where ``send`` says when a bucket is complete; otherwise its gradients do.
+        scaler: of fp16; knows what losses were multiplied by, which reduced gradients are divided by again.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, keeps_local: bool, by_units: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], *, keeps_local: bool, by_units: bool, scaler: LossScaler | None = None
+    ) -> None:
         self.buckets = list(buckets)
+        self.scaler = scaler
         self._keeps_local, self._by_units = keeps_local, by_units
         self._synchronizing = True
         self._backward = NO_BACKWARD
@@ -146,14 +151,17 @@ class Reducer:
         bucket.start_reduction()
         self._in_flight.append(bucket)
         if bucket.reduction.divided and len(self._in_flight) > MAX_IN_FLIGHT:
-            self._in_flight.popleft().finish_reduction()
+            self._finish_first()
 
     def _finish(self) -> None:
         for bucket in self.buckets:
             if bucket.state in (State.EMPTY, State.COLLECTING):
                 self._start(bucket)
         while self._in_flight:
-            self._in_flight.popleft().finish_reduction()
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        self._in_flight.popleft().finish_reduction(1.0 if self.scaler is None else self.scaler.scale)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -14,10 +14,17 @@ Every forward and every backward of the model is a sweep that gathers each unit 
 units a rank's data use: a unit that was passed over is gathered when a later one is needed, and the rest at the end. In
 backward the reductions of stage 3 have their fixed places between the gathers: a unit is reduced when backward reaches
 one before it. So all ranks issue the same collectives in the same order ("FSDP", Zhao et al. 2023, section 3.3).
+
+When is a unit done in backward? autograd runs the nodes of a graph in the opposite order of their making. So when the
+gradient of a unit's output is there, all units that ran after this one have their gradients, if they get any at all.
+
+What this asks of a model: a unit that runs twice in one forward does so on all ranks, and units run in the same order
+on all ranks (neighbours may change places). Debug mode names the collectives of ranks that do not keep to it.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -31,6 +38,8 @@ from nanopar_zero.reducer import Reducer
 from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, in_backward
 from nanopar_zero.units import ROOT
 
+NEVER = sys.maxsize
+
 
 @dataclass(eq=False)
 class Unit:
@@ -40,13 +49,10 @@ class Unit:
     module: nn.Module
     buckets: list[Bucket]
     forwards: int = 0  # in the forward of the model that is running
-    backwards_to_come: int = 0  # how many outputs of it have a backward that did not begin yet
+    first_run: int = NEVER  # all runs of units are numbered; the first one that has its backward to come
+    last_run: int = NEVER
+    is_watched: bool = False  # its last output has a backward; not so under reentrant recomputation
     is_reused: bool = False  # ran twice in one forward of the model: it stays whole to the end of each sweep
-
-    @property
-    def is_done(self) -> bool:
-        """Once backward is at a unit before it: no more of its gradients come."""
-        return self.backwards_to_come <= 0 and not self.is_reused
 
 
 class Windows:
@@ -69,7 +75,10 @@ class Windows:
         self._frees, self._prefetch, self._reshards = frees, prefetch, reshard_after_forward
         self._backward_order = [self.units[ROOT], *self.units[:ROOT:-1]]
         self._gathered = 0  # units of the present sweep that were gathered or passed over
+        self._runs = 0
         self._reached = 0  # place in the order of backward
+        self._reduced = 0  # up to which units were reduced, or left for the end
+        self._run_reached = NEVER  # what ran later has its gradients
         self._forward_runs = False
         self._forwards_of_root = 0  # since the last backward
         self._backward_runs = False
@@ -85,9 +94,15 @@ class Windows:
     def forward_begins(self, index: int) -> None:
         """A unit is about to run: gather what comes next, and let its own parameters arrive."""
         unit = self.units[index]
-        if not in_backward():  # otherwise it is recomputed, and backward's sweep is the one that counts
+        if in_backward():  # it is recomputed
+            if self._backward_runs and index != ROOT:
+                self._recompute_begins(index)
+        else:
             if index == ROOT:
                 self._begin_forward()
+            self._runs += 1
+            unit.last_run = self._runs
+            unit.first_run = min(unit.first_run, self._runs)
             unit.forwards += 1
             if unit.forwards > 1 and index != ROOT:
                 unit.is_reused = True
@@ -100,12 +115,12 @@ class Windows:
         unit = self.units[index]
         watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if index == ROOT or self._frees:
-            reached = BackwardHook(self, index)
+            reached = BackwardHook(self, index, unit.last_run)
             for tensor in watched:
                 tensor.register_hook(reached)
         if in_backward():  # of what is recomputed either the first output or this one has a backward, never both
             return
-        unit.backwards_to_come += bool(watched)
+        unit.is_watched = bool(watched)
         if index == ROOT:
             self._end_forward(bool(watched))
         elif self._reshards and not unit.is_reused:
@@ -116,53 +131,85 @@ class Windows:
             self._close_all()
         self._forward_runs = True
         self._gathered = 0
+        if not self._forwards_of_root:
+            self._forget_forwards()
         for unit in self.units:
             unit.forwards = 0
 
     def _end_forward(self, has_backward: bool) -> None:
-        self._gather_up_to(self.units, len(self.units) - 1)
         self._forward_runs = False
         self._forwards_of_root += has_backward
         if self._reshards:
             self._close_all()
+        while self._frees and self._gathered < len(self.units):  # passed over to the end: one by one
+            unit = self.units[self._gathered]
+            self._gather_up_to(self.units, self._gathered)
+            if self._reshards:
+                self._close(unit)
 
     # --------------------------------------------------------------------------------------------------- backward
 
-    def backward_reaches(self, index: int) -> None:
+    def backward_reaches(self, index: int, run: int) -> None:
         """The gradient of a unit's output is there: units after it are done, this one's parameters are needed."""
         if self._frees:
             self._begin_backward()
         self.reducer.begin_backward()
         if not self._frees:
             return
-        unit = self.units[index]
-        unit.backwards_to_come -= 1
-        reached = 0 if index == ROOT else len(self.units) - index
-        for other in self._backward_order[1:reached]:
-            if other.is_done:
-                self._close(other)
-        self._advance_backward(reached)
-        self._open(unit)
+        if index != ROOT:
+            self._run_reached = min(self._run_reached, run)
+            self._advance_backward(len(self.units) - index)
+        self._open(self.units[index])
 
-    def _advance_backward(self, reached: int) -> None:
+    def _recompute_begins(self, index: int) -> None:
+        place = len(self.units) - index
+        if self.units[index].is_watched:  # backward has reached the unit, or one after it in the same segment
+            self._gather_up_to(self._backward_order, place)
+        else:  # reentrant: passes over segments that ran later have ended
+            self._run_reached -= self._run_reached < NEVER
+            self._advance_backward(place)
+
+    def _advance_backward(self, place: int) -> None:
         """Gather and reduce up to a place, one step after the other, also where this rank's data passed units over."""
-        while self._reached < reached:
+        self._reduce_done()
+        while self._reached < place:
+            self._close_done(self._backward_order[self._reached])
             self._reached += 1
             self._gather_up_to(self._backward_order, self._reached + self._prefetch)
-            before = self._backward_order[self._reached - 1]
-            if before.is_done and self._reached > 1 and self._forwards_of_root <= 1:
-                self.reducer.send(before.buckets)  # after several forwards it waits for the gradients of all
+            self._reduce_done()
+
+    def _reduce_done(self) -> None:
+        """Reduce the units before the present place, in order; one that is not done holds back those after it."""
+        while self._reduced + 1 < self._reached and self._forwards_of_root <= 1:
+            unit = self._backward_order[self._reduced + 1]
+            if unit.is_reused:
+                pass  # its time is the end of the pass, as after several forwards that of all
+            elif self._is_done(unit):
+                self._close_done(unit)
+                self.reducer.send(unit.buckets)
+            else:
+                break
+            self._reduced += 1
+
+    def _close_done(self, unit: Unit) -> None:
+        if unit is not self.units[ROOT] and self._is_done(unit):
+            self._close(unit)
+
+    def _is_done(self, unit: Unit) -> bool:
+        return unit.first_run > self._run_reached or unit.first_run == NEVER
 
     def _begin_backward(self) -> None:
         if not self._backward_runs:
             self._backward_runs = True
-            self._gathered = self._reached = 0
+            self._gathered = self._reached = self._reduced = 0
+            self._run_reached = NEVER
             self._gather_up_to(self._backward_order, self._prefetch)
             self._open(self.units[ROOT])
             call_at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """All gradients are computed; the reducer sends what is left after this."""
+        self._run_reached = -1
         self._advance_backward(len(self.units) - 1)
         self._backward_runs = False
         self._close_all()
@@ -230,7 +277,7 @@ class Windows:
     def _forget_forwards(self) -> None:
         self._forwards_of_root = 0
         for unit in self.units:
-            unit.backwards_to_come = 0
+            unit.first_run = NEVER
 
 
 class ModuleHook:
@@ -265,8 +312,8 @@ class ModuleHook:
 class BackwardHook:
     """Hook of the tensors that a unit gave out: the first of them that has its gradient counts."""
 
-    def __init__(self, windows: Windows, index: int) -> None:
-        self._windows, self._index = weakref.ref(windows), index
+    def __init__(self, windows: Windows, index: int, run: int) -> None:
+        self._windows, self._index, self._run = weakref.ref(windows), index, run
         self._last_pass = -1
 
     def __call__(self, _gradient: Tensor) -> None:
@@ -274,7 +321,7 @@ class BackwardHook:
         this_pass = current_backward()
         if this_pass != self._last_pass and (windows := self._windows()) is not None:
             self._last_pass = this_pass
-            windows.backward_reaches(self._index)
+            windows.backward_reaches(self._index, self._run)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
