@@ -58,9 +58,9 @@ def local(setup: Setup) -> Step:
     return step
 
 
-def zero_stage(stage: int, **options: Any) -> Candidate:
-    """``nanopar_zero.shard`` at a stage, with further keyword arguments of it."""
-    return Candidate("nanopar", partial(_zero, stage=stage, options=options), floors.STAGES[stage])
+def zero_stage(stage: int, needs: Needs | None = None, **options: Any) -> Candidate:
+    """``nanopar_zero.shard`` at a stage, with further keyword arguments of it; ``needs`` where these change them."""
+    return Candidate("nanopar", partial(_zero, stage=stage, options=options), needs or floors.STAGES[stage])
 
 
 def _zero(setup: Setup, *, stage: int, options: dict[str, Any]) -> Step:
@@ -86,6 +86,10 @@ def _zero(setup: Setup, *, stage: int, options: dict[str, Any]) -> Step:
 
 STRATEGIES: dict[str, Candidate] = {
     "zero0": zero_stage(0),
+    "zero1": zero_stage(1),
+    "zero2": zero_stage(2),
+    "zero3": zero_stage(3),
+    "zero3-keep": zero_stage(3, floors.STAGE_3_KEPT, reshard_after_forward=False),
 }
 OTHER_NAMES = {"ddp": "zero0"}
 PEERS: dict[str, Candidate] = {

@@ -236,7 +236,11 @@ class Config(BaseSettings):
 
     # Comparison
     strategies: Patterns = key(
-        (), "Comparison", COMPARE, "strategies of nanopar, such as zero0, called ddp too (none: all that there are)"
+        (),
+        "Comparison",
+        COMPARE,
+        "of nanopar, such as zero0 (ddp is another name of it) or zero3; plain local training comes first in any case "
+        "(none: all that there are)",
     )
     peers: Patterns = key(
         (),

@@ -70,6 +70,7 @@ class MemoryCounter:
 
     def __enter__(self) -> Self:
         gc.collect()
+        gc.freeze()  # what exists now does not count: the collections in a window need not look at it again
         if self._device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self._device)
         else:
@@ -81,6 +82,7 @@ class MemoryCounter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
+        gc.unfreeze()
         if self._device.type != "cuda" and error is None:
             self.windows = _read_trace(self._profiler)
 
