@@ -16,7 +16,7 @@ KEYS = [
     "model", "tokenizer", "layers", "router_noise", "router_jitter_noise", "precision", "data", "eval_data",
     "train_rows", "eval_rows", "seq_len", "max_operand", "two_step", "three_step", "show", "steps", "epochs",
     "batch_size", "microbatches", "lr", "lr_schedule", "warmup", "weight_decay", "betas", "clip", "freeze",
-    "seed", "nproc", "dp", "zero", "recompute", "threads", "timeout_s", "strategies",
+    "seed", "nproc", "dp", "zero", "recompute", "compile", "threads", "timeout_s", "strategies",
     "peers", "pairs", "fused", "prompt", "max_new_tokens", "temperature",
     "top_p", "output_dir", "save_every", "resume", "eval_every", "log", "plot", "dry_run",
 ]

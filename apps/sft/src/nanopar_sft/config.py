@@ -219,6 +219,13 @@ class Config(BaseSettings):
     dp: OptionalInt = key(None, "Ranks and memory", RANKS, "data-parallel ranks (none: all)", ge=1)
     zero: int = key(0, "Ranks and memory", STEP, "ZeRO stage: 0 keeps everything on every rank", ge=0, le=3)
     recompute: bool = key(False, "Ranks and memory", STEP, "recompute activations in backward instead of keeping them")
+    compile: bool = key(
+        False,
+        "Ranks and memory",
+        STEP,
+        "have torch.compile compile the layers: some minutes at the first steps, faster ones afterwards (figures in "
+        "docs/benchmarks/models.md); needs a C++ compiler",
+    )
     threads: OptionalInt = key(
         None,
         "Ranks and memory",

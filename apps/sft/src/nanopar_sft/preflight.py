@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nanopar_models.compiling import check_compiler
 from nanopar_sft import assemble, candidates, report, workload
 from nanopar_sft.checkpoints import newest_checkpoint
 from nanopar_sft.config import Config, nearest
@@ -18,6 +19,8 @@ def check(command: str, config: Config) -> None:
         _check_model(config.model)
     if command in ("train", "eval", "data", "trace"):
         _check_data(command, config)
+    if command in ("train", "trace") and config.compile:
+        _check_compiler()
     if command == "train":
         report.check_log(config.log)
         _check_no_other_run(config)
@@ -45,6 +48,13 @@ def _check_workload(config: Config) -> None:
     positions = workload.positions(config.model)
     if positions is not None and config.seq_len > positions:
         raise InputError(f"seq_len={config.seq_len} is longer than the {positions} positions of model={config.model}")
+
+
+def _check_compiler() -> None:
+    try:
+        check_compiler()
+    except ValueError as error:
+        raise InputError(f"compile=true: {error}") from None
 
 
 def _check_data(command: str, config: Config) -> None:

@@ -14,8 +14,9 @@ import json
 import math
 import os
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -117,6 +118,8 @@ class Trainer:
         self.model.set_recompute(config.recompute)
         self.model.train()
         self.optimizer = assemble.build_optimizer(config, self.model, self.mesh.dp)
+        if config.compile:
+            self.model.compile_layers()
 
     def train(self, start_step: int, reporter: Reporter) -> None:
         """All steps after ``start_step``, with the evaluations and checkpoints that are due."""
@@ -199,7 +202,10 @@ class Trainer:
     def _evaluate(self, step: int, reporter: Reporter) -> None:
         if not self.held_back:
             return
-        result: Result = evaluate(self.model, self.chat, self.held_back, self.mesh.dp, self.config, self.world.device)
+        with self._not_compiled():
+            result: Result = evaluate(
+                self.model, self.chat, self.held_back, self.mesh.dp, self.config, self.world.device
+            )
         reporter.evaluation(step, result.strict, result.flexible, result.total, result.loss)
         if step == 0 and result.total:
             share = answers.commonest_answer_share([row.answer for row in self.held_back])
@@ -209,8 +215,13 @@ class Trainer:
         """The model's answer to the first held-back question, on all ranks alike."""
         if not self.held_back or not self.config.max_new_tokens:
             return None
-        [text] = answer(self.model, self.chat, self.held_back[:1], self.config.max_new_tokens, self.world.device)
+        with self._not_compiled():
+            [text] = answer(self.model, self.chat, self.held_back[:1], self.config.max_new_tokens, self.world.device)
         return text
+
+    def _not_compiled(self) -> AbstractContextManager[Any]:
+        """For answers, in which every token makes other sizes: compiling for them would take longer than they do."""
+        return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
     def save_checkpoint(self, step: int) -> None:
         """Everything that a resumed run needs, in ``output_dir/checkpoints/step-N``."""

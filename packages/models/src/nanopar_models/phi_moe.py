@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanopar_models.attention import Attention
 from nanopar_models.cache import KVCache
+from nanopar_models.compiling import compile_in_place
 from nanopar_models.config import PhiMoEConfig
 from nanopar_models.experts import Experts
 from nanopar_models.init import initial_value
@@ -233,6 +234,14 @@ class PhiMoE(nn.Module):
         """Keep only each layer's input during the forward pass and recompute the layer in backward."""
         for layer in self.model.layers:
             cast(DecoderLayer, layer).recompute = on
+
+    def compile_layers(self) -> None:
+        """Have ``torch.compile`` compile the layers at their first call; see `nanopar_models.compiling`.
+
+        Raises ``ValueError`` where no C++ compiler is found. `generate` and other code whose shapes keep changing is
+        best run under ``torch.compiler.set_stance("force_eager")``.
+        """
+        compile_in_place(self.model.layers)
 
     def attention_backend(self, length: int, *, masked: bool = False) -> str:
         """The attention kernel that serves this model's sequences of ``length`` tokens (`Attention.backend`)."""

@@ -88,7 +88,8 @@ def _choose(
     # The Gumbel trick: argmax(score - log(exponential)) samples from softmax(score).
     index_T1 = (survivors_TE - noise.exponential(scores_TE, stage, keys).log()).max(1, keepdim=True)[1]
     keep_T1 = (index_T1 == best_index_T1) | (noise.uniform(scores_TE, stage, keys) > _KEEP_ABOVE)
-    return _Choice(survivors_TE, index_T1, torch.add(_BASE, keep_T1, alpha=_BONUS).to(scores_TE.dtype))
+    # Not add with alpha: torch.compile with sizes as symbols makes the bonus 0 there.
+    return _Choice(survivors_TE, index_T1, torch.where(keep_T1, _BASE + _BONUS, _BASE).to(scores_TE.dtype))
 
 
 class _MixWeight(torch.autograd.Function):
