@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -52,6 +53,7 @@ class Unit:
     first_run: int = NEVER  # all runs of units are numbered; the first one that has its backward to come
     last_run: int = NEVER
     is_watched: bool = False  # its last output has a backward; not so under reentrant recomputation
+    hides_output: bool = False  # gave out something in which no tensor was found: stays whole for backward
     is_reused: bool = False  # ran twice in one forward of the model: it stays whole to the end of each sweep
 
 
@@ -78,7 +80,9 @@ class Windows:
         self._runs = 0
         self._reached = 0  # place in the order of backward
         self._reduced = 0  # up to which units were reduced, or left for the end
-        self._run_reached = NEVER  # what ran later has its gradients
+        self._run_reached = NEVER
+        self._done_from = NEVER  # what began to run with this number or later has its gradients
+        self._is_differentiable = False  # create_graph=True: a backward of the backward needs the parameters again
         self._forward_runs = False
         self._forwards_of_root = 0  # since the last backward
         self._backward_runs = False
@@ -113,18 +117,21 @@ class Windows:
     def forward_ends(self, index: int, output: Any) -> None:
         """A unit has run: free it, and watch for the backward of what it gave out."""
         unit = self.units[index]
-        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        given = list(tensors_in(output))
+        watched = [tensor for tensor in given if tensor.grad_fn is not None]
         if index == ROOT or self._frees:
             reached = BackwardHook(self, index, unit.last_run)
             for tensor in watched:
                 tensor.register_hook(reached)
+                if (base := tensor._base) is not None and base.grad_fn is not None:
+                    base.register_hook(reached)  # the one that counts when the view is modified in place
         if in_backward():  # of what is recomputed either the first output or this one has a backward, never both
             return
-        unit.is_watched = bool(watched)
+        unit.is_watched, unit.hides_output = bool(watched), torch.is_grad_enabled() and not given
         if index == ROOT:
-            self._end_forward(bool(watched))
+            self._end_forward(unit.is_watched or unit.hides_output)
         elif self._reshards and not unit.is_reused:
-            self._close(unit)
+            self._close_after_forward(unit)
 
     def _begin_forward(self) -> None:
         if self._forward_runs:  # an exception has ended the forward before this one
@@ -140,12 +147,17 @@ class Windows:
         self._forward_runs = False
         self._forwards_of_root += has_backward
         if self._reshards:
-            self._close_all()
+            for unit in self.units:
+                self._close_after_forward(unit)
         while self._frees and self._gathered < len(self.units):  # passed over to the end: one by one
             unit = self.units[self._gathered]
             self._gather_up_to(self.units, self._gathered)
             if self._reshards:
                 self._close(unit)
+
+    def _close_after_forward(self, unit: Unit) -> None:
+        if not unit.hides_output:
+            self._close(unit)
 
     # --------------------------------------------------------------------------------------------------- backward
 
@@ -157,7 +169,9 @@ class Windows:
         if not self._frees:
             return
         if index != ROOT:
-            self._run_reached = min(self._run_reached, run)
+            if run >= self._done_from:
+                return  # the base of a view that was not used
+            self._run_reached, self._done_from = run, run + 1
             self._advance_backward(len(self.units) - index)
         self._open(self.units[index])
 
@@ -166,7 +180,7 @@ class Windows:
         if self.units[index].is_watched:  # backward has reached the unit, or one after it in the same segment
             self._gather_up_to(self._backward_order, place)
         else:  # reentrant: passes over segments that ran later have ended
-            self._run_reached -= self._run_reached < NEVER
+            self._done_from = min(self._done_from, self._run_reached)
             self._advance_backward(place)
 
     def _advance_backward(self, place: int) -> None:
@@ -196,20 +210,21 @@ class Windows:
             self._close(unit)
 
     def _is_done(self, unit: Unit) -> bool:
-        return unit.first_run > self._run_reached or unit.first_run == NEVER
+        return unit.first_run >= self._done_from
 
     def _begin_backward(self) -> None:
         if not self._backward_runs:
             self._backward_runs = True
             self._gathered = self._reached = self._reduced = 0
-            self._run_reached = NEVER
+            self._run_reached = self._done_from = NEVER
+            self._is_differentiable = torch.is_grad_enabled()
             self._gather_up_to(self._backward_order, self._prefetch)
             self._open(self.units[ROOT])
             call_at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """All gradients are computed; the reducer sends what is left after this."""
-        self._run_reached = -1
+        self._done_from = 0
         self._advance_backward(len(self.units) - 1)
         self._backward_runs = False
         self._close_all()
@@ -265,7 +280,7 @@ class Windows:
             bucket.wait_for_parameters()
 
     def _close(self, unit: Unit) -> None:
-        if self._frees and not self.is_held:
+        if self._frees and not self.is_held and not self._is_differentiable:
             for bucket in unit.buckets:
                 if bucket.is_whole:
                     bucket.free()
