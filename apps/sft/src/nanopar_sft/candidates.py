@@ -79,6 +79,7 @@ def _zero(setup: Setup, *, stage: int, options: dict[str, Any]) -> Step:
         loss = train_on_parts(model, setup.parts(batch), hold_back)
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.wait()  # else what stages 1 and 2 still gather would be timed with the plain local step that follows
         return loss
 
     return step
