@@ -1,11 +1,13 @@
-"""bf16 parameters with fp32 masters: equal to the same loop written by hand in plain PyTorch."""
+"""bf16 parameters with fp32 masters: equal to the same loop written by hand in plain PyTorch, in all stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from tests.zero.cases import mlp
+from tests.zero.whole import masters_of, reduced_of
 from torch import Tensor, nn
 
 import nanopar_core as core
@@ -15,7 +17,8 @@ from nanopar_core.testing import assert_parity, run
 BF16 = zero.PrecisionPolicy(param_dtype=torch.bfloat16)
 BF16_THROUGHOUT = zero.PrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP16 = zero.PrecisionPolicy(torch.float16, loss_scale=zero.LossScale(initial=1024.0))  # the gradients here are large
-STEPS, MICROS, RANKS = 4, 3, 2
+STEPS, MICROS = 4, 3
+STAGES = range(4)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -26,9 +29,11 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def shard(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], **more: Any) -> zero.ZeroOptimizer:
+def shard(
+    model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], stage: int = 0, **more: Any
+) -> zero.ZeroOptimizer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return zero.shard(model, make, axis=core.Mesh(dp=size).dp, stage=0, bucket_bytes=500, **more)
+    return zero.shard(model, make, axis=core.Mesh(dp=size).dp, stage=stage, bucket_bytes=500, **more)
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
@@ -42,8 +47,11 @@ def local_loss(model: nn.Module, rank: int, step: int, micro: int) -> Tensor:
     return model(x).float().square().mean() / MICROS
 
 
-def masters_by_hand(dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
-    """Weights in bf16, masters in fp32, gradients of each rank added up and sent in ``reduce_dtype``."""
+def masters_by_hand(dtype: torch.dtype, reduce_dtype: torch.dtype, ranks: int, stage: int) -> dict[str, Any]:
+    """Weights in bf16, masters in fp32; gradients are added up and sent in ``reduce_dtype``.
+
+    In stages 0 and 1 each rank adds up its passes, and their sum is sent; in stages 2 and 3 each pass is sent.
+    """
     model = model_of(dtype)
     masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
     model.bfloat16()
@@ -52,17 +60,20 @@ def masters_by_hand(dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, 
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(masters[name])
-        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
-        for rank in range(RANKS):
-            mine = {name: torch.zeros_like(p, dtype=reduce_dtype) for name, p in model.named_parameters()}
-            for micro in range(MICROS):
-                gradients = torch.autograd.grad(local_loss(model, rank, step, micro), list(model.parameters()))
-                for name, gradient in zip(mine, gradients, strict=True):
-                    mine[name] += gradient.to(reduce_dtype)
-            for name in total:
-                total[name] += mine[name].float()
-        for name, master in masters.items():
-            master.grad = (total[name].to(reduce_dtype) / RANKS).float()
+        passes = [
+            [
+                torch.autograd.grad(local_loss(model, rank, step, micro), list(model.parameters()))
+                for rank in range(ranks)
+            ]
+            for micro in range(MICROS)
+        ]
+        for index, master in enumerate(masters.values()):
+            one = torch.zeros_like(master, dtype=reduce_dtype)
+            of_pass = [[gradients[index].to(reduce_dtype) for gradients in each] for each in passes]
+            if stage < 2:
+                of_pass = [[sum(of_rank, one) for of_rank in zip(*of_pass, strict=True)]]
+            reduced = [(sum(part.float() for part in parts).to(reduce_dtype) / ranks) for parts in of_pass]
+            master.grad = sum(reduced, one).float()
         optimizer.step()
     return {
         "gradients": {name: master.grad for name, master in masters.items() if master.grad is not None},
@@ -70,41 +81,43 @@ def masters_by_hand(dtype: torch.dtype, reduce_dtype: torch.dtype) -> dict[str, 
     }
 
 
-def on_this_rank(dtype: torch.dtype, policy: zero.PrecisionPolicy) -> dict[str, dict[str, Tensor]]:
+def on_this_rank(dtype: torch.dtype, policy: zero.PrecisionPolicy, stage: int) -> dict[str, dict[str, Tensor]]:
     model = model_of(dtype)
-    optimizer = shard(model, adamw, policy=policy)
+    optimizer = shard(model, adamw, stage, policy=policy, units=["0", "2", "4"])
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(MICROS):
-            if micro < MICROS - 1:
-                with optimizer.no_sync():
-                    local_loss(model, torch.distributed.get_rank(), step, micro).backward()
-            else:
+            with optimizer.no_sync() if micro < MICROS - 1 else nullcontext():
                 local_loss(model, torch.distributed.get_rank(), step, micro).backward()
         optimizer.step()
-    return {
-        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
-        "gradients": {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-        "masters": zero.full_state_dict(model, optimizer),
-    }
+    found = {"gradients": reduced_of(model, optimizer), "masters": masters_of(model, optimizer)}
+    optimizer.close()
+    return {**found, "weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", [BF16, BF16_THROUGHOUT])
-def test_equals_master_weights_by_hand(dtype: torch.dtype, policy: zero.PrecisionPolicy) -> None:
-    reduce_dtype = policy.reduce_dtype or torch.float32
-    expected = masters_by_hand(dtype, reduce_dtype)
-    results = run(RANKS, on_this_rank, dtype, policy)
-    masters, nothing = (result.pop("masters") for result in results)
-    assert not nothing
-    assert {value.dtype for value in masters.values()} == {torch.float32}
-    assert_parity(expected, {"gradients": results[0]["gradients"], "weights": masters}, rtol=1e-6)
-    rounded = {name: master.bfloat16() for name, master in masters.items()}
-    assert_parity({"gradients": results[0]["gradients"], "weights": rounded}, results, rtol=0.0)
-    assert {gradient.dtype for gradient in results[0]["gradients"].values()} == {reduce_dtype}
-    assert {weight.dtype for weight in results[0]["weights"].values()} == {torch.bfloat16}
-    # The masters hold more than the weights do: they are not weights rounded and widened.
-    assert any(not torch.equal(master, rounded[name].float()) for name, master in masters.items())
+Variant = tuple[torch.dtype, zero.PrecisionPolicy, int]
+
+
+def all_on_this_rank(variants: Sequence[Variant]) -> list[dict[str, dict[str, Tensor]]]:
+    return [on_this_rank(*variant) for variant in variants]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_master_weights_by_hand(ranks: int) -> None:
+    dtypes, policies = (torch.float32, torch.bfloat16), (BF16, BF16_THROUGHOUT)
+    variants = [(dtype, policy, stage) for dtype in dtypes for policy in policies for stage in STAGES]
+    for (dtype, policy, stage), *results in zip(variants, *run(ranks, all_on_this_rank, variants), strict=True):
+        reduce_dtype = policy.reduce_dtype or torch.float32
+        masters = [result.pop("masters") for result in results]
+        assert {value.dtype for value in masters[0].values()} == {torch.float32}
+        of_masters = [{"gradients": results[0]["gradients"], "weights": weights} for weights in masters]
+        assert_parity(masters_by_hand(dtype, reduce_dtype, ranks, stage), of_masters, rtol=1e-6)
+        rounded = {name: master.bfloat16() for name, master in masters[0].items()}
+        assert_parity({"gradients": results[0]["gradients"], "weights": rounded}, results, rtol=0.0)
+        assert {gradient.dtype for gradient in results[0]["gradients"].values()} == {reduce_dtype}
+        assert {weight.dtype for weight in results[0]["weights"].values()} == {torch.bfloat16}
+        # The masters hold more than the weights do: they are not weights rounded and widened.
+        assert any(not torch.equal(master, rounded[name].float()) for name, master in masters[0].items())
 
 
 class One(nn.Module):
@@ -112,38 +125,78 @@ class One(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.full((1,), value, dtype=dtype))
 
+    def forward(self) -> Tensor:
+        return self.w.sum()
 
-def updates_below_half_a_step(policy: zero.PrecisionPolicy | None) -> tuple[float, float]:
+
+def updates_below_half_a_step(policy: zero.PrecisionPolicy | None, stage: int) -> tuple[float, float]:
+    """What a weight of 1.0 has become after 100 steps of 0.001: the weight, and what the optimizer keeps."""
     model = One(1.0, torch.bfloat16)
-    optimizer = shard(model, lambda g: torch.optim.AdamW(g, lr=1e-3, weight_decay=0.0), policy=policy)
+    optimizer = shard(model, lambda g: torch.optim.AdamW(g, lr=1e-3, weight_decay=0.0), stage, policy=policy)
     for _ in range(100):
         optimizer.zero_grad()
-        model.w.sum().backward()
+        model().backward()
         optimizer.step()
-    return model.w.item(), zero.full_state_dict(model, optimizer)["w"].item()
+    master = masters_of(model, optimizer)["w"].item()
+    optimizer.close()
+    return model.w.item(), master
 
 
-def test_small_updates_are_not_lost() -> None:
-    weight, master = updates_below_half_a_step(BF16)
-    assert weight == 0.8984375
-    assert master == pytest.approx(0.9, rel=1e-4)
-    assert updates_below_half_a_step(None) == (1.0, 1.0), "without masters each update is rounded away"
-
-
-def small_gradients(policy: zero.PrecisionPolicy) -> float:
+def small_gradients(policy: zero.PrecisionPolicy, stage: int) -> float:
+    """The sum of 64 micro-batches' gradients, of which one is 1.0 and the others 0.003."""
     model = One(1.0, torch.float32)
-    optimizer = shard(model, sgd, policy=policy)
+    optimizer = shard(model, sgd, stage, policy=policy)
     for number in range(64):
         with optimizer.no_sync():
-            (model.w * (1.0 if number == 0 else 0.003)).sum().backward()
+            (model() * (1.0 if number == 0 else 0.003)).backward()
     optimizer.clip_grad_norm_(float("inf"))
-    assert model.w.grad is not None
-    return model.w.grad.item()
+    return reduced_of(model, optimizer)["w"].item()
 
 
-def test_small_gradients_are_not_lost() -> None:
-    assert small_gradients(BF16) == pytest.approx(1.189, abs=5e-4)
-    assert small_gradients(BF16_THROUGHOUT) == 1.0, "this is what reduce_dtype=bf16 costs"
+def what_is_lost() -> list[Any]:
+    return [
+        [function(policy, stage) for stage in STAGES]
+        for function, policy in [
+            (updates_below_half_a_step, BF16),
+            (updates_below_half_a_step, None),
+            (small_gradients, BF16),
+            (small_gradients, BF16_THROUGHOUT),
+        ]
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_small_updates_and_small_gradients_are_not_lost(ranks: int) -> None:
+    for with_masters, without, in_fp32, in_bf16 in run(ranks, what_is_lost):
+        assert with_masters == [(0.8984375, pytest.approx(0.9, rel=1e-4))] * len(STAGES)
+        assert without == [(1.0, 1.0)] * len(STAGES), "without masters each update is rounded away"
+        assert in_fp32 == [pytest.approx(1.189, abs=5e-4)] * len(STAGES)
+        assert in_bf16 == [1.0] * len(STAGES), "this is what reduce_dtype=bf16 costs"
+
+
+def kept_from_backward(policy: zero.PrecisionPolicy, stage: int) -> set[torch.dtype]:
+    """Dtypes of the gradients that wait for their bucket, seen when the first parameter of all has got its own."""
+    model = mlp()
+    optimizer = zero.shard(model, sgd, axis=core.Mesh(dp=1).dp, stage=stage, policy=policy)  # one bucket
+    seen: set[torch.dtype] = set()
+
+    def look(_parameter: Tensor) -> None:
+        seen.update(p.grad.dtype for p in model.parameters() if p.grad is not None)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    with optimizer.no_sync():
+        model(torch.ones(2, 7).bfloat16()).sum().backward()
+    return seen
+
+
+def test_gradients_are_widened_where_they_add_up_and_nowhere_else() -> None:
+    assert [kept_from_backward(BF16, stage) for stage in STAGES] == [
+        {torch.float32},
+        {torch.float32},
+        {torch.bfloat16},
+        {torch.bfloat16},
+    ]
 
 
 def by_load_state_dict(model: One, optimizer: zero.ZeroOptimizer) -> None:
@@ -169,10 +222,10 @@ EDITS = [by_load_state_dict, by_an_edit_in_place, by_another_tensor, by_reload_f
 
 @pytest.mark.parametrize("policy", [None, BF16, FP16])
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_weights_written_into_the_model_are_trained_on(edit: Any, policy: Any, steps_before: int) -> None:
+@pytest.mark.parametrize(("stage", "steps_before"), [(0, 0), (0, 2), (2, 2)])
+def test_weights_written_into_the_model_are_trained_on(edit: Any, policy: Any, stage: int, steps_before: int) -> None:
     model = One(0.0, torch.float32)
-    optimizer = shard(model, sgd, policy=policy)
+    optimizer = shard(model, sgd, stage, policy=policy)
     for _ in range(steps_before):
         optimizer.scale(model.w.sum()).backward()
         optimizer.step()
@@ -193,27 +246,30 @@ def test_weights_of_another_dtype_are_refused() -> None:
         optimizer.step()
 
 
-def test_frozen_parameters_compute_in_param_dtype_and_buffers_stay() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_compute_in_param_dtype_and_buffers_stay(stage: int) -> None:
     model = mlp()
     model[0].requires_grad_(False)
     model.register_buffer("count", torch.ones(2))
-    shard(model, sgd, policy=BF16)
+    shard(model, sgd, stage, policy=BF16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.count.dtype == torch.float32
 
 
-def test_after_close_the_model_trains_in_plain_torch() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_close_the_model_trains_in_plain_torch(stage: int) -> None:
     model = model_of(torch.float32)
-    shard(model, sgd, policy=BF16).close()
+    shard(model, sgd, stage, policy=BF16).close()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 7).bfloat16()).sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
     optimizer.step()
 
 
-def test_gradients_of_another_dtype_do_not_stay_in_memory() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_another_dtype_do_not_stay_in_memory(stage: int) -> None:
     model = model_of(torch.float32)
-    optimizer = shard(model, sgd, policy=BF16_THROUGHOUT)
+    optimizer = shard(model, sgd, stage, policy=BF16_THROUGHOUT)
     model(torch.ones(2, 7).bfloat16()).sum().backward()
     optimizer.step()
     assert all(shard.flat.grad is None for shard in optimizer.shards)
