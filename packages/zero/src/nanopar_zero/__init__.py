@@ -11,9 +11,20 @@ Example:
 """
 
 from nanopar_zero.api import shard
+from nanopar_zero.gathered import gathered
 from nanopar_zero.loss_scale import LossScale
 from nanopar_zero.optimizer import ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
-from nanopar_zero.state import full_state_dict, load, save
+from nanopar_zero.state import full_state_dict, load, load_full_state_dict, save
 
-__all__ = ["LossScale", "PrecisionPolicy", "ZeroOptimizer", "full_state_dict", "load", "save", "shard"]
+__all__ = [
+    "LossScale",
+    "PrecisionPolicy",
+    "ZeroOptimizer",
+    "full_state_dict",
+    "gathered",
+    "load",
+    "load_full_state_dict",
+    "save",
+    "shard",
+]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanopar_core import Axis, ParamSpec, all_reduce, as_axis, broadcast
+from nanopar_core import Axis, ParamSpec, all_reduce, as_axis
 from nanopar_zero.buckets import Bucket, Reduction
 from nanopar_zero.groups import resolve_groups
 from nanopar_zero.layout import BucketLayout, Item, bucket_layouts
 from nanopar_zero.loss_scale import LossScaler
+from nanopar_zero.meta import filled, home
 from nanopar_zero.optimizer import FlatShard, ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
 from nanopar_zero.reducer import Reducer, is_watched
+from nanopar_zero.replicas import copy_from_first
 from nanopar_zero.rounding import Rounding
 from nanopar_zero.stages import STAGES, Stage
 from nanopar_zero.units import find_units, unit_of_parameters
@@ -63,8 +66,9 @@ def shard(
         units: modules (or their names; ``"layers.*"`` names all children) whose parameters are gathered at once, in the
             order of forward; by default the repeated blocks, and large embeddings and linear layers.
         specs: how other strategies have divided parameters; by default every parameter is replicated.
-        init: for a model on the meta device: called with each module that has parameters or buffers of its own, once
-            these have storage, to fill them. Of stages 1 to 3 no rank ever holds more than one unit in full precision.
+        init: for a model, or parts of it, on the meta device: called without gradients for each module that has
+            parameters or buffers of its own there, in model order, once these have storage (on torch's default device),
+            to fill them in place. Beside its part a rank of stage 3 never holds more than two units.
         policy: mixed precision; by default computes in the parameters' own dtype.
         reduce: "mean" divides every gradient by the number of ranks on ``axis`` and ``replicate``, as DDP does; "sum"
             leaves the sum, for losses that are divided by the global number of tokens.
@@ -119,11 +123,11 @@ def shard(
     )
     if divides.divides_parameters:  # the last unit has its gradients first, the root's are there at the end
         layouts.sort(key=lambda layout: -_key(layout.slots[0].item.key).unit)
-    _check_equal_plans(layouts, 1 + len(copies), next(iter(flat.values())).device)
-    buckets = []
-    for layout in layouts:
+    _check_equal_plans(layouts, 1 + len(copies), home(next(iter(flat.values()))))
+
+    def build(layout: BucketLayout) -> Bucket:
         reduction = _key(layout.slots[0].item.key).reduction
-        bucket = Bucket.build(
+        return Bucket.build(
             layout,
             [flat[slot.item.name] for slot in layout.slots],
             reduction,
@@ -132,7 +136,9 @@ def shard(
             keeps_local=not divides.divides_gradients,
             equal_axes=reduction.axes[: 1 + len(copies)],
         )
-        buckets.append(bucket)
+
+    is_first = all(axis.rank == 0 for axis in (data_axis, *copies))
+    buckets = _build_as_filled(layouts, flat, filled(model, init, is_first=is_first), build)
     _synchronize_rest(model, set(flat), (data_axis, *copies), specs, policy)
 
     trained = [bucket for bucket in buckets if bucket.members[0].requires_grad]
@@ -149,6 +155,7 @@ def shard(
         frees=divides.divides_parameters,
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
+        loose=[(p, reduction_of(name)) for name, p in model.named_parameters() if name not in flat],
     )
     return ZeroOptimizer(reducer, windows, inner, shards, rounding)
 
@@ -171,7 +178,26 @@ def _key(key: Hashable) -> _Key:
 def _item(name: str, p: nn.Parameter, group: int, reduction: Reduction, unit: int, stage: Stage) -> Item:
     """Stage 3 has the buckets of each unit, stages 1 and 2 those of the root, which is needed first, apart."""
     apart = unit if stage.divides_parameters else min(unit, 1) if stage.divides_states else 1
-    return Item(name, p.shape, p.element_size(), group, _Key(p.dtype, p.device, reduction, p.requires_grad, apart))
+    return Item(name, p.shape, p.element_size(), group, _Key(p.dtype, home(p), reduction, p.requires_grad, apart))
+
+
+def _build_as_filled(
+    layouts: Sequence[BucketLayout],
+    flat: dict[str, nn.Parameter],
+    filling: Iterable[Mapping[str, nn.Parameter]],
+    build: Callable[[BucketLayout], Bucket],
+) -> list[Bucket]:
+    """Build each bucket as soon as all its parameters have values; ``flat`` gets those that have come."""
+    number_of = {slot.item.name: number for number, layout in enumerate(layouts) for slot in layout.slots}
+    missing = Counter(number_of.values())
+    built: dict[int, Bucket] = {}
+    for come in filling:
+        flat |= {name: parameter for name, parameter in come.items() if name in flat}
+        missing.subtract(number_of[name] for name in come if name in number_of)
+        for number, left in missing.items():
+            if not left and number not in built:
+                built[number] = build(layouts[number])
+    return [built[number] for number in range(len(layouts))]
 
 
 def _units(
@@ -252,14 +278,7 @@ def _synchronize_rest(
             continue
         if policy is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(policy.param_dtype)
-        _copy_from_first(parameter.data, (specs.get(name, ParamSpec()).data_axis or data_axis, *copies))
+        axes_here = (specs.get(name, ParamSpec()).data_axis or data_axis, *copies)
+        copy_from_first(parameter.data, axes_here, label="initial weights")
     for buffer in model.buffers():
-        _copy_from_first(buffer, axes)
-
-
-def _copy_from_first(tensor: Tensor, axes: tuple[Axis, ...]) -> None:
-    whole = tensor.contiguous()
-    for axis in axes:
-        broadcast(whole, axis, label="initial weights")
-    if whole is not tensor:
-        tensor.copy_(whole)
+        copy_from_first(buffer, axes, label="initial weights")

@@ -117,8 +117,8 @@ class Bucket:
     ) -> Bucket:
         """Move ``members`` into flat buffers, with the values that the first rank of each of ``equal_axes`` has.
 
-        Where passes may add up on this rank (``keeps_local``) ``p.grad`` is of ``reduce_dtype``. Otherwise it only waits
-        for its bucket to be complete, and autograd need not widen it before it is copied there.
+        Where passes may add up on this rank (``keeps_local``) ``p.grad`` is of ``reduce_dtype``. Otherwise it only
+        waits for its bucket to be complete, and autograd need not widen it before it is copied there.
         """
         first = members[0]
         trained = first.requires_grad
@@ -319,25 +319,35 @@ class Bucket:
         """Take weights that were written into the model since the last step (a loaded checkpoint) into the masters."""
         if not self.is_whole:
             return
-        for index, (slot, member, weight) in enumerate(
-            zip(self.layout.slots, self.members, self.weight_views, strict=True)
-        ):
-            moved = member.data_ptr() != weight.data_ptr()
-            if moved:  # somebody has set p.data
-                if (member.shape, member.dtype, member.device) != (weight.shape, weight.dtype, weight.device):
-                    raise RuntimeError(
-                        f"{slot.item.name} became {member.dtype} {list(member.shape)} on {member.device} after it was "
-                        f"given to shard as {weight.dtype} {list(weight.shape)} on {weight.device}: change it before"
-                    )
-                weight.copy_(member.detach())
-                member.data = weight
-            if self.masters_are_parameters:
-                continue
+        for index, member in enumerate(self.members):
+            moved = self.put_back(index)
             if moved or everything or member._version != self.versions[index]:
-                start, stop = max(slot.start, self.own.start), min(slot.start + slot.numel, self.own.stop)
-                if start < stop:
-                    self.masters[start - self.own.start : stop - self.own.start].copy_(self.parameters[start:stop])
-                self.versions[index] = member._version
+                self.take_in(index)
+
+    def put_back(self, index: int) -> bool:
+        """Copy a weight that somebody put elsewhere (``p.data = ...``) to its place; says whether it was."""
+        member, weight = self.members[index], self.weight_views[index]
+        if member.data_ptr() == weight.data_ptr():
+            return False
+        if (member.shape, member.dtype, member.device) != (weight.shape, weight.dtype, weight.device):
+            raise RuntimeError(
+                f"{self.layout.slots[index].item.name} became {member.dtype} {list(member.shape)} on {member.device} "
+                f"after it was given to shard as {weight.dtype} {list(weight.shape)} on {weight.device}: "
+                "change it before"
+            )
+        weight.copy_(member.detach())
+        member.data = weight
+        return True
+
+    def take_in(self, index: int) -> None:
+        """A whole weight was written: take this rank's part of it into the masters."""
+        if self.masters_are_parameters:
+            return
+        slot, own = self.layout.slots[index], self.own
+        start, stop = max(slot.start, own.start), min(slot.start + slot.numel, own.stop)
+        if start < stop:
+            self.masters[start - own.start : stop - own.start].copy_(self.parameters[start:stop])
+        self.versions[index] = self.members[index]._version
 
     def release(self) -> None:
         """Leave the parameters to themselves: whole, in their place in the flat buffer, without gradients."""

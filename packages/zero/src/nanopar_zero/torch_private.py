@@ -9,6 +9,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+COMPILED = "_orig_mod."  # what torch.compile puts before the names of a module's parameters
+
 
 def current_backward() -> int:
     """Number of the backward pass running in this thread (a nested one under reentrant checkpointing), or -1."""

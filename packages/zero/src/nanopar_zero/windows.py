@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -34,8 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nanopar_zero.buckets import Bucket
+from nanopar_zero.buckets import Bucket, Reduction
 from nanopar_zero.reducer import Reducer
+from nanopar_zero.state_dicts import watch_state_dicts
 from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, in_backward
 from nanopar_zero.units import ROOT
 
@@ -66,15 +68,26 @@ class Windows:
         frees: stage 3.
         prefetch: how many units are gathered ahead of the one that is needed.
         reshard_after_forward: free units after forward, to gather them again for backward.
+        loose: the parameters outside of buckets, always whole, with how they would be reduced.
     """
 
     def __init__(
-        self, units: Sequence[Unit], reducer: Reducer, *, frees: bool, prefetch: int, reshard_after_forward: bool
+        self,
+        units: Sequence[Unit],
+        reducer: Reducer,
+        *,
+        frees: bool,
+        prefetch: int,
+        reshard_after_forward: bool,
+        loose: Sequence[tuple[nn.Parameter, Reduction]] = (),
     ) -> None:
         self.units = list(units)
         self.reducer = reducer
+        self.loose = list(loose)
         self.is_held = False
-        self._frees, self._prefetch, self._reshards = frees, prefetch, reshard_after_forward
+        self.frees, self._prefetch, self._reshards = frees, prefetch, reshard_after_forward
+        self._keepers: Counter[Bucket] = Counter()
+        self._opened: set[Bucket] = set()  # by ``keep``
         self._backward_order = [self.units[ROOT], *self.units[:ROOT:-1]]
         self._gathered = 0  # units of the present sweep that were gathered or passed over
         self._runs = 0
@@ -90,6 +103,7 @@ class Windows:
         for index, unit in enumerate(self.units):
             handles.append(unit.module.register_forward_pre_hook(ModuleHook(self, index, "begins"), prepend=True))
             handles.append(unit.module.register_forward_hook(ModuleHook(self, index, "ends")))
+        handles += watch_state_dicts(self)
         self._hooks = weakref.finalize(self, _remove, handles)
         self._hooks.atexit = False
 
@@ -119,7 +133,7 @@ class Windows:
         unit = self.units[index]
         given = list(tensors_in(output))
         watched = [tensor for tensor in given if tensor.grad_fn is not None]
-        if index == ROOT or self._frees:
+        if index == ROOT or self.frees:
             reached = BackwardHook(self, index, unit.last_run)
             for tensor in watched:
                 tensor.register_hook(reached)
@@ -149,7 +163,7 @@ class Windows:
         if self._reshards:
             for unit in self.units:
                 self._close_after_forward(unit)
-        while self._frees and self._gathered < len(self.units):  # passed over to the end: one by one
+        while self.frees and self._gathered < len(self.units):  # passed over to the end: one by one
             unit = self.units[self._gathered]
             self._gather_up_to(self.units, self._gathered)
             if self._reshards:
@@ -163,10 +177,10 @@ class Windows:
 
     def backward_reaches(self, index: int, run: int) -> None:
         """The gradient of a unit's output is there: units after it are done, this one's parameters are needed."""
-        if self._frees:
+        if self.frees:
             self._begin_backward()
         self.reducer.begin_backward()
-        if not self._frees:
+        if not self.frees:
             return
         if index != ROOT:
             if run >= self._done_from:
@@ -241,10 +255,35 @@ class Windows:
         self.is_held = False
         self._close_all()
 
+    def keep(self, buckets: Iterable[Bucket]) -> None:
+        """Make buckets whole, all ranks alike, and leave them so until ``let_go`` was called as often."""
+        for bucket in buckets:
+            self._keepers[bucket] += 1
+            if not bucket.is_whole:
+                self._opened.add(bucket)
+            bucket.start_gather()
+            bucket.wait_for_parameters()
+
+    def let_go(self, buckets: Iterable[Bucket]) -> None:
+        """The end of ``keep``: free what it has gathered, unless something else needs it that will free it."""
+        needed = self.is_held or self._is_differentiable or self._forward_runs or self._backward_runs
+        for bucket in buckets:
+            self._keepers[bucket] -= 1
+            if not self._keepers[bucket] and bucket in self._opened:
+                self._opened.remove(bucket)
+                if bucket.is_whole and not needed:
+                    bucket.free()
+
     @property
     def buckets(self) -> list[Bucket]:
-        """All buckets in the order of forward, each once."""
-        return list(dict.fromkeys(bucket for unit in self.units for bucket in unit.buckets))
+        """All buckets, each once; those of units in the order of forward."""
+        of_units = [bucket for unit in self.units for bucket in unit.buckets]
+        return list(dict.fromkeys([*of_units, *reversed(self.reducer.buckets)]))
+
+    def buckets_of(self, parameters: Iterable[nn.Parameter]) -> list[Bucket]:
+        """The buckets that hold any of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [bucket for bucket in self.buckets if any(id(member) in wanted for member in bucket.members)]
 
     def wait(self) -> None:
         """Let all gathers arrive that were started."""
@@ -265,7 +304,7 @@ class Windows:
 
     def _gather_up_to(self, order: Sequence[Unit], last: int) -> None:
         """Start the gathers of a sweep up to a place in its order."""
-        if self._frees:
+        if self.frees:
             while self._gathered <= min(last, len(order) - 1):
                 self._start(order[self._gathered])
                 self._gathered += 1
@@ -280,9 +319,9 @@ class Windows:
             bucket.wait_for_parameters()
 
     def _close(self, unit: Unit) -> None:
-        if self._frees and not self.is_held and not self._is_differentiable:
+        if self.frees and not self.is_held and not self._is_differentiable:
             for bucket in unit.buckets:
-                if bucket.is_whole:
+                if bucket.is_whole and not self._keepers[bucket]:
                     bucket.free()
 
     def _close_all(self) -> None:
