@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ def test_gradients_in_fp16_have_no_room_for_unscaling() -> None:
 
 # ------------------------------------------------------------------------------------- one process, many processes
 
+STAGES = range(4)
 STEPS, MICROS, OVERFLOWING_STEP = 6, 4, 1
 RULE = zero.LossScale(initial=2.0**16, window=3)
 
@@ -230,7 +232,7 @@ PLACES = [Bad(), Bad(rank=0, micro=3), Bad(element=139)]  # elements of the firs
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_overflow_anywhere_skips_the_step_everywhere(ranks: int) -> None:
-    variants = [(stage, bad, math.inf, stage % 2 == 0) for stage in range(4) for bad in PLACES]
+    variants = [(stage, bad, math.inf, stage % 2 == 0) for stage in STAGES for bad in PLACES]
     by_rank = run(ranks, all_with_zero, "line", variants)
     for number, (_, bad, max_norm, _) in enumerate(variants):
         expected = with_grad_scaler("line", ranks, bad, max_norm)
@@ -243,7 +245,7 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(ranks: int) -> None:
 def test_equals_grad_scaler(ranks: int) -> None:
     variants = [
         (stage, Bad(), max_norm, no_sync)
-        for stage in range(4)
+        for stage in STAGES
         for max_norm, no_sync in ((math.inf, True), (0.05, True), (0.05, False))
     ]
     by_rank = run(ranks, all_with_zero, "mlp", variants)
@@ -297,7 +299,7 @@ def all_on_one_rank_only(variants: Sequence[tuple[int, str, int]]) -> list[Any]:
 
 
 def test_an_overflow_in_one_expert_or_one_stage_or_one_shard() -> None:
-    variants = [(stage, kind, rank) for stage in range(4) for kind in ("expert", "tp", "pp") for rank in (1, 2)]
+    variants = [(stage, kind, rank) for stage in STAGES for kind in ("expert", "tp", "pp") for rank in (1, 2)]
     expected = ([False, True, False], [65536.0, 32768.0, 32768.0], pytest.approx(1 - 0.002, rel=1e-6))
     for results in run(4, all_on_one_rank_only, variants):
         for variant, result in zip(variants, results, strict=True):
@@ -319,7 +321,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_only_a_loss_scale_makes_the_host_wait(stage: int) -> None:
     counts = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -360,7 +362,7 @@ def test_a_loss_that_was_not_scaled_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_goes_on_with_its_scale(stage: int) -> None:
     rule = zero.LossScale(initial=1024.0, window=3, hysteresis=2)
 
@@ -389,3 +391,41 @@ def test_a_resumed_run_goes_on_with_its_scale(stage: int) -> None:
         optimizer.load_state_dict(saved)
         again.append(steps(model, optimizer, rest))
     assert again == [[2048, 2048, 2048, 2048], [512, 256]]
+
+
+def saved_and_resumed(path: Path) -> list[dict[str, Any]]:
+    """Two steps in stage 2, of which the second overflows; then three more: at once, and from a checkpoint."""
+    axis = core.Mesh(dp=torch.distributed.get_world_size()).dp
+    rule = zero.LossScale(initial=2.0**16, window=3)
+
+    def fresh(stage: int) -> tuple[nn.Module, zero.ZeroOptimizer]:
+        model = model_of("line")
+        policy = zero.PrecisionPolicy(torch.float16, loss_scale=rule)
+        return model, zero.shard(model, adam, axis=axis, stage=stage, policy=policy, bucket_bytes=500)
+
+    def steps(model: nn.Module, optimizer: zero.ZeroOptimizer, some: Sequence[int]) -> dict[str, Any]:
+        for step in some:
+            optimizer.zero_grad()
+            for micro in range(MICROS):
+                optimizer.scale(loss_of_line(model, axis.rank, step, micro, Bad())).backward()
+            optimizer.step()
+        return {"scale": [optimizer.loss_scale], "weights": masters_of(model, optimizer)}
+
+    model, optimizer = fresh(2)
+    assert steps(model, optimizer, [0, 1])["scale"] == [32768]
+    zero.save(path, model, optimizer)
+    found = [steps(model, optimizer, [2, 3, 4])]
+    for stage in STAGES:
+        model, optimizer = fresh(stage)
+        zero.load(path, model, optimizer)
+        assert optimizer.loss_scale == 32768
+        found.append(steps(model, optimizer, [2, 3, 4]))
+    return found
+
+
+def test_a_checkpoint_keeps_the_scale(tmp_path: Path) -> None:
+    by_rank = run(2, saved_and_resumed, tmp_path / "checkpoint")
+    uninterrupted = by_rank[0][0]
+    assert uninterrupted["scale"] == [65536]
+    for number in range(1 + len(STAGES)):
+        assert_parity(uninterrupted, [results[number] for results in by_rank], rtol=1e-6)

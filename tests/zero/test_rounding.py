@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,3 +267,22 @@ def test_a_resumed_run_rounds_as_the_uninterrupted_one(stage: int) -> None:
     trained(again, resumed, [2, 3])
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
     assert resumed.extra_state() == {"updates": 4}
+
+
+def saved_and_resumed(path: Path) -> bool:
+    model = model_of_seed()
+    axis = core.Mesh(dp=torch.distributed.get_world_size()).dp
+    optimizer = zero.shard(model, adamw, axis=axis, stage=3, policy=ROUNDING)
+    trained(model, optimizer, [0, 1])
+    zero.save(path, model, optimizer)
+    trained(model, optimizer, [2, 3])
+    again = mlp()
+    resumed = zero.shard(again, adamw, axis=axis, stage=3, policy=ROUNDING)
+    zero.load(path, again, resumed)
+    trained(again, resumed, [2, 3])
+    expected, found = masters_of(model, optimizer), masters_of(again, resumed)
+    return all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_keeps_moments_in_fp32_and_counts_updates(tmp_path: Path) -> None:
+    assert run(2, saved_and_resumed, tmp_path / "checkpoint") == [True, True]
