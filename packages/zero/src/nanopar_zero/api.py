@@ -20,7 +20,7 @@ from nanopar_zero.loss_scale import LossScaler
 from nanopar_zero.meta import filled, home
 from nanopar_zero.optimizer import FlatShard, ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
-from nanopar_zero.reducer import Reducer, is_watched
+from nanopar_zero.reducer import Reducer, hooks_on
 from nanopar_zero.replicas import copy_from_first
 from nanopar_zero.rounding import Rounding
 from nanopar_zero.stages import STAGES, Stage
@@ -237,7 +237,7 @@ def _check_model(model: nn.Module, specs: Mapping[str, ParamSpec], init: Callabl
             raise ValueError(
                 f"parameter {name} is on the meta device: give it storage and values first, or pass init to fill it"
             )
-        if is_watched(parameter):
+        if hooks_on(parameter):
             raise RuntimeError(f"parameter {name} is already trained by a ZeroOptimizer: close() that one first")
 
 

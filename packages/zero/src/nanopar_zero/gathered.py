@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from nanopar_core import Axis, all_reduce, broadcast
 from nanopar_zero.buckets import Bucket, Reduction
+from nanopar_zero.reducer import hooks_on
 from nanopar_zero.replicas import copy_from_first
 from nanopar_zero.windows import ModuleHook, Windows
 
@@ -34,7 +35,7 @@ def gathered(model: nn.Module, names: str | Sequence[str] | None = None) -> Iter
     written become these rounded values, others keep theirs. No optimizer step belongs inside.
 
     Args:
-        model: what was given to ``shard``, a module above it, or one of its units.
+        model: what was given to ``shard``, a module above it, or one below it with trained parameters.
         names: names of parameters below ``model``, or patterns such as ``"layers.0.*"``; None means all. In stage 3 the
             units that hold them are gathered.
 
@@ -62,14 +63,15 @@ def _matching(model: nn.Module, names: str | Sequence[str] | None) -> list[nn.Pa
 
 
 def _windows_of(model: nn.Module) -> list[Windows]:
-    """Those whose hooks are on the model or on modules in it, in model order."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    windows = (hook.windows for hook in hooks if isinstance(hook, ModuleHook))
+    """Those whose hooks are on the model's parameters, or on modules in it; in model order."""
+    windows = [hook.windows for parameter in model.parameters() for hook in hooks_on(parameter)]
+    on_modules = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    windows += [hook.windows for hook in on_modules if isinstance(hook, ModuleHook)]
     found = list(dict.fromkeys(each for each in windows if each is not None))
     if not found:
         raise ValueError(
             f"gathered: no ZeroOptimizer has this {type(model).__name__} in hands: pass the model that was given to "
-            "shard (not yet closed), or one of its units"
+            "shard, and is not yet closed"
         )
     return found
 

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from nanopar_zero.buckets import Bucket, State
 from nanopar_zero.loss_scale import LossScaler
 from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, will_accumulate
+
+if TYPE_CHECKING:
+    from nanopar_zero.windows import Windows
 
 NO_BACKWARD = -1
 MAX_IN_FLIGHT = 2  # divided buckets: a further one waits for the first, so that few whole gradients exist at a time
@@ -48,11 +52,17 @@ class ParameterHooks:
         if (reducer := self._reducer()) is not None:
             reducer.accept(self._bucket, self._index)
 
+    @property
+    def windows(self) -> Windows | None:
+        """Those of the model whose parameter this is, while somebody holds them."""
+        reducer = self._reducer()
+        return None if reducer is None or reducer.windows is None else reducer.windows()
 
-def is_watched(parameter: nn.Parameter) -> bool:
-    """Whether a reducer has its hooks on this parameter."""
-    hooks = (parameter._backward_hooks or {}).values()
-    return any(isinstance(getattr(hook, "__self__", None), ParameterHooks) for hook in hooks)
+
+def hooks_on(parameter: nn.Parameter) -> list[ParameterHooks]:
+    """Those of reducers on this parameter."""
+    owners = (getattr(hook, "__self__", None) for hook in (parameter._backward_hooks or {}).values())
+    return [owner for owner in owners if isinstance(owner, ParameterHooks)]
 
 
 class Reducer:
@@ -70,6 +80,7 @@ class Reducer:
     ) -> None:
         self.buckets = list(buckets)
         self.scaler = scaler
+        self.windows: weakref.ref[Windows] | None = None  # once there are any
         self._keeps_local, self._by_units = keeps_local, by_units
         self._synchronizing = True
         self._backward = NO_BACKWARD

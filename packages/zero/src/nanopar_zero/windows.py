@@ -83,6 +83,7 @@ class Windows:
     ) -> None:
         self.units = list(units)
         self.reducer = reducer
+        reducer.windows = weakref.ref(self)
         self.loose = list(loose)
         self.is_held = False
         self.frees, self._prefetch, self._reshards = frees, prefetch, reshard_after_forward
@@ -297,8 +298,9 @@ class Windows:
         self._forget_forwards()
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook; nothing is freed from now on."""
         self._hooks()
+        self._opened.clear()
 
     # ----------------------------------------------------------------------------------------------------- parts
 
