@@ -199,6 +199,32 @@ def test_gradients_are_widened_where_they_add_up_and_nowhere_else() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (None, 16),
+        (BF16, 18),
+        (BF16_THROUGHOUT, 16),
+        (zero.PrecisionPolicy(torch.float16), 18),
+        (zero.PrecisionPolicy(torch.bfloat16, stochastic_rounding=True), 14),
+    ],
+)
+def test_bytes_per_parameter(policy: zero.PrecisionPolicy | None, expected: int) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = shard(model, torch.optim.Adam, policy=policy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.zeros(1, 64, dtype=model.weight.dtype)).float().mean()
+        optimizer.scale(loss).backward()
+        optimizer.step()
+    [bucket] = optimizer.reducer.buckets
+    [shard_] = optimizer.shards
+    moments = [value for key, value in optimizer.state[shard_.flat].items() if key != "step"]
+    held = [model.weight, bucket.parameters, bucket.masters, bucket.reduced, *moments]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    assert sum(storages.values()) == expected * model.weight.numel()
+
+
 def by_load_state_dict(model: One, optimizer: zero.ZeroOptimizer) -> None:
     model.load_state_dict({"w": torch.tensor([2.0])})
 
