@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 
 def home(tensor: Tensor) -> torch.device:
-    """Where a tensor is, or will be: torch's default device for one on the meta device."""
-    return torch.get_default_device() if tensor.is_meta else tensor.device
+    """Where a tensor is, or will be: torch's default device for one on the meta device.
+
+    Raises:
+        ValueError: that is the meta device too.
+    """
+    device = torch.get_default_device() if tensor.is_meta else tensor.device
+    if device.type == "meta":
+        raise ValueError("shard makes storage on torch's default device, which is meta here: call it outside of that")
+    return device
 
 
 def filled(
@@ -32,13 +39,11 @@ def filled(
 
     Raises:
         ValueError: ``init`` left a value unfilled (on the first rank, whose values count), or put a parameter, or a
-            buffer of another shape or dtype, in the place of one; the default device is the meta device.
+            buffer of another shape or dtype, in the place of one.
     """
     named = dict(model.named_parameters())
     yield {name: parameter for name, parameter in named.items() if not parameter.is_meta}
     modules = [(module, own) for module in model.modules() if (own := _on_meta(module))]
-    if modules and torch.get_default_device().type == "meta":
-        raise ValueError("shard makes storage on torch's default device, which is meta here: call it outside of that")
     names = {id(parameter): name for name, parameter in named.items()}
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each tensor: a tied one has several
     for module, own in modules:
