@@ -1,5 +1,7 @@
 """Whole weights under the model's own names: in memory, in state dicts, and in checkpoints for any other layout."""
 
+import copy
+import io
 import os
 import signal
 import unittest.mock
@@ -9,7 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zero.layouts import ROWS, STAGES, Layout, Net, adamw, batch, loss_of, make, plainly, rank, sgd, train, world
+from tests.zero.layouts import (
+    DECAY,
+    ROWS,
+    STAGES,
+    Layout,
+    Net,
+    adamw,
+    batch,
+    loss_of,
+    make,
+    named_groups,
+    plainly,
+    rank,
+    sgd,
+    train,
+    world,
+)
 from tests.zero.memory import peak_bytes
 from torch import Tensor, nn
 
@@ -522,3 +540,58 @@ def divided_elsewhere() -> None:
 @needs_safetensors
 def test_parameters_divided_over_other_axes_are_not_saved_wrongly() -> None:
     run(2, divided_elsewhere)
+
+
+# ---------------------------------------------------------------------------------------------------- after close
+
+
+def lives(stages: list[int], bf16: bool) -> list[dict[str, Any]]:
+    """A step in each stage, one after the other, on the same model; of copies made between them."""
+    model, optimizer = make(Layout(stages[0], bf16=bf16), seed=rank())
+    results = []
+    for step, stage in enumerate(stages):
+        if step:
+            options = {"groups": DECAY, "bucket_bytes": 300}
+            policy = zero.PrecisionPolicy(torch.bfloat16) if bf16 else None
+            optimizer = zero.shard(model, adamw, axis=core.Mesh(dp=world()).dp, stage=stage, policy=policy, **options)
+        optimizer.hold()
+        train(model, optimizer, range(step, step + 1))
+        optimizer.close()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = {"deepcopy": copy.deepcopy(model), "pickle": torch.load(file, weights_only=False), "itself": model}
+        states = {name: {n: v.clone() for n, v in each.state_dict().items()} for name, each in copies.items()}
+        for each in (copies["deepcopy"], copies["pickle"]):
+            with core.ledger() as book:
+                each(batch(0)[0].to(each.lower.weight.dtype)).sum().backward()
+            assert not book.records
+            assert each.lower.weight.grad is not None
+            assert each.again.weight is each.lower.weight
+        assert model.lower.weight.grad is None
+        results.append(states)
+    return results
+
+
+@pytest.mark.parametrize("stages", [[0, 1, 2, 3], [3, 2, 1, 0], [3, 3, 1, 1]])
+def test_models_are_plain_after_close_and_may_be_sharded_again(stages: list[int]) -> None:
+    torch.manual_seed(0)
+    plain = Net().double()
+    expected = []
+    for step in range(4):
+        optimizer = adamw(named_groups(plain, DECAY))
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + step)
+        loss_of(plain, *batch(step), 3 * ROWS).backward()
+        optimizer.step()
+        plain.zero_grad()
+        expected.append({name: value.clone() for name, value in plain.state_dict().items()})
+    results = run(2, lives, stages, False)
+    for step in range(4):
+        for which in ("itself", "deepcopy", "pickle"):
+            assert_parity({"weights": expected[step]}, [{"weights": result[step][which]} for result in results])
+
+
+def test_models_in_bf16_may_be_sharded_again() -> None:
+    first, second = run(2, lives, [3, 0, 1, 2], True)
+    assert_parity(first[-1]["itself"], second[-1]["itself"], rtol=0.0)
+    assert all(value.isfinite().all() for value in first[-1]["pickle"].values())
