@@ -704,6 +704,29 @@ def test_values_that_are_only_near_are_not_reordered() -> None:
     assert said == "first deviation w: the same values in another order: shards put together wrongly"
 
 
+def test_a_part_of_another_rank_is_recognised_by_its_values() -> None:
+    """Two ranks' parts of a flat buffer of 16 elements, of which the last 3 are padding, change places."""
+    right = full_value("weight", 13, 1)
+    flat = torch.cat([right.flatten(), torch.zeros(3, dtype=right.dtype)])
+    wrong = torch.cat([flat[8:], flat[:8]])[:13].view(13, 1)
+    gradients = {"gradients": {"w": full_value("gradient", 3, 4)}}
+    (said,) = verify.compare(gradients | {"weights": {"w": right}}, gradients | {"weights": {"w": wrong}}).diagnosis
+    assert said.startswith("first deviation w: the right values 8 elements too ")
+    said = verify.compare({"gradients": {"w": right}}, {"gradients": {"w": wrong}}).diagnosis[0]
+    assert said.endswith(": a part of another rank")
+
+
+def test_parts_that_were_not_gathered() -> None:
+    right, stale = full_value("weight", 13, 1), full_value("stale", 13, 1)
+    short = {"short": torch.ones(2, dtype=torch.float64)}  # all of it is the first rank's
+    first, second = (torch.cat(halves) for halves in ((right[:8], stale[8:]), (stale[:8], right[8:])))
+    ranks = [{"weights": {"w": first} | short}, {"weights": {"w": second, "short": torch.zeros_like(short["short"])}}]
+    (said,) = verify.compare({"weights": {"w": right} | short}, ranks).diagnosis
+    assert said == (
+        "replicas on dp differ in weights: every element is right on one of the ranks: parts not gathered: w and 1 more"
+    )
+
+
 def test_weights_alone_claim_nothing_of_gradients() -> None:
     right, wrong = {"weights": {"w": torch.ones(3)}}, {"weights": {"w": torch.full((3,), 2.0)}}
     (said,) = verify.compare(right, wrong).diagnosis

@@ -104,9 +104,21 @@ def _weights_apart(e: Evidence) -> list[str]:
         return [f"{differ}: initial weights not broadcast: {_listed(names)}"]
     leaves = [f"weights.{name}" for name in names if f"weights.{name}" in e.expected]
     right = [all(e.deviation(leaf, rank[leaf]) is None for leaf in leaves) for rank in e.ranks]
+    if not any(right) and all(_right_in_parts(e, leaf) for leaf in leaves):
+        return [f"{differ}: every element is right on one of the ranks: parts not gathered: {_listed(names)}"]
     wrong = ", ".join(str(rank) for rank, agrees in enumerate(right) if not agrees)
     where = f"on rank {wrong} (the others agree with the reference)" if any(right) else "on some ranks"
     return [f"{differ}: optimizer step skipped or done differently {where}: {_listed(names)}"]
+
+
+def _right_in_parts(e: Evidence, leaf: str) -> bool:
+    """Whether the best of all ranks is right, element by element."""
+    expected, copies = e.expected[leaf], [rank[leaf] for rank in e.ranks]
+    if any(copy.shape != expected.shape for copy in copies):
+        return False
+    stacked = torch.stack(copies)
+    nearest = (stacked - expected).abs().argmin(0, keepdim=True)
+    return e.deviation(leaf, stacked.gather(0, nearest)[0]) is None
 
 
 def _replicas(e: Evidence, leaf: str) -> str:
@@ -168,7 +180,16 @@ def _verdict(e: Evidence, leaf: str) -> str:
     meaning = "" if ratio is None else _meaning(e, ratio, leaf)
     if ratio is not None and (meaning or e.steps == 1 or abs(ratio - 1) > 0.01):  # the echo of a fault may be a ratio
         return f"constant ratio {ratio:.3f}{meaning}"
-    return REORDERED if _reordered(e, leaf) else NO_RATIO
+    return _misplaced(e, leaf) or NO_RATIO
+
+
+def _misplaced(e: Evidence, leaf: str) -> str:
+    """The right values in wrong places, or nothing."""
+    if _reordered(e, leaf):
+        return REORDERED
+    if shift := _shift(e, leaf):
+        return f"the right values {abs(shift)} elements too {'early' if shift < 0 else 'late'}: a part of another rank"
+    return ""
 
 
 def _telling(e: Evidence) -> list[str]:
@@ -245,8 +266,8 @@ def _update(e: Evidence) -> list[str]:
     if not weights and not later:
         return []
     for name in weights[:1]:
-        if _reordered(e, f"weights.{name}"):
-            return [f"first deviation {name}: {REORDERED}"]
+        if where := _misplaced(e, f"weights.{name}"):
+            return [f"first deviation {name}: {where}"]
     stale = "stale master weights (loaded values that never reached them)"
     if later:
         begin = f"the first step's loss and norm agree, {later[0]} does not"
@@ -281,6 +302,22 @@ def _reordered(e: Evidence, leaf: str) -> bool:
     one, other = (values[leaf].double().flatten().sort().values for values in (e.expected, e.ranks[0]))
     explained = min(1e-6 * largest(one), 1e-3 * e.wrong[leaf].deviation)
     return one.shape == other.shape and largest(one - other) <= explained
+
+
+def _shift(e: Evidence, leaf: str) -> int:
+    """By how many elements all that overlaps of the right values is displaced; 0 where it is not."""
+    one, other = (values[leaf].double().flatten() for values in (e.expected, e.ranks[0]))
+    if one.shape != other.shape:
+        return 0
+    quarter = -(-len(one) // 4)
+    for start in range(0, len(one), quarter or 1):  # a large value of each quarter: some may have gone elsewhere
+        place = start + int(one[start : start + quarter].abs().argmax())
+        shift = int((other - one[place]).abs().argmin()) - place
+        left, right = max(0, -shift), max(0, shift)
+        difference = one[left : len(one) - right] - other[right : len(one) - left]
+        if shift and len(difference) >= max(4, quarter) and largest(difference) <= 1e-3 * e.wrong[leaf].deviation:
+            return shift
+    return 0
 
 
 # -------------------------------------------------------------------------------------------------------------- naming
