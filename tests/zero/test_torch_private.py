@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, will_accumulate
+from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, not_compiled, will_accumulate
 
 
 def test_passes_are_numbered_and_nested_ones_have_numbers_of_their_own() -> None:
@@ -70,3 +70,18 @@ def test_the_dtype_in_which_gradients_are_added() -> None:
         (parameter * factor).sum().backward()
     assert parameter.grad is not None
     assert parameter.grad.item() == 1 + 2**-9
+
+
+def test_what_is_not_compiled_runs_as_plain_python_between_the_compiled_parts() -> None:
+    compiled: list[bool] = []
+
+    @not_compiled
+    def hook(*_: object) -> None:
+        compiled.append(torch.compiler.is_compiling())
+
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(hook)
+    model.compile(backend="eager")
+    for _ in range(2):
+        model(torch.ones(2))
+    assert compiled == [False, False]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
@@ -33,3 +34,7 @@ def will_accumulate(parameter: nn.Parameter) -> bool:
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` called when the running backward pass has computed all its gradients."""
     Variable._execution_engine.queue_callback(callback)
+
+
+# Decorator of what torch.compile must leave alone; torch.compiler.disable would import the compiler at once.
+not_compiled = _disable_dynamo

@@ -38,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from nanopar_zero.buckets import Bucket, Reduction
 from nanopar_zero.reducer import Reducer
 from nanopar_zero.state_dicts import watch_state_dicts
-from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, in_backward
+from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, in_backward, not_compiled
 from nanopar_zero.units import ROOT
 
 NEVER = sys.maxsize
@@ -352,6 +352,7 @@ class ModuleHook:
         """The windows, while somebody holds them."""
         return None if self._windows is None else self._windows()
 
+    @not_compiled  # in a compiled block the hooks run between its compiled parts
     def __call__(self, _module: nn.Module, _args: Any, output: Any = None) -> None:
         """torch calls it before forward without, after forward with the output."""
         if (windows := self.windows) is None:
