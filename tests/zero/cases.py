@@ -1,10 +1,16 @@
-"""What the parity tests train: small models in which faults show, and the loop that runs on each rank."""
+"""What the parity tests train: small models in which faults show, and the loop that runs on each rank.
+
+In stages 1 to 3 no rank has a whole gradient, in stage 3 no whole weights either: ``gradients_of`` and ``weights_of``
+put them together from the parts of all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -13,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nanopar_core as core
 import nanopar_zero as zero
-from nanopar_core.testing import train_plainly
+from nanopar_core.testing import assert_parity, train_plainly
+from nanopar_zero.buckets import Bucket
 
 WIDTH = 7  # of every model's input; the last column is a flag that some models branch on
 ROWS = 8  # of the global batch: 2 ranks get 4 each, 4 ranks get 2
@@ -123,6 +130,25 @@ class Skipping(nn.Module):
         return self.head(h)
 
 
+class Blocks(nn.Module):
+    """Residual blocks of odd sizes in a nested list, whose recomputation (``reentrant``) runs block by block."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.start = nn.Linear(WIDTH, 5)
+        blocks = [nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5)) for width in (3, 9, 4, 11)]
+        self.stages = nn.ModuleList([nn.ModuleList(blocks[:1]), nn.ModuleList(blocks[1:])])
+        self.head = nn.Linear(5, 3, bias=False)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.start(x)
+        for blocks in self.stages:
+            for block in blocks:
+                h = h + (block(h) if self.reentrant is None else checkpoint(block, h, use_reentrant=self.reentrant))
+        return self.head(h)
+
+
 class EitherOrder(nn.Module):
     """Two layers of one size that flagged rows pass as a(b(x)), others as b(a(x)): backward order differs by rank."""
 
@@ -168,6 +194,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "first skipped": lambda: Skipping(0),
     "second skipped": lambda: Skipping(1),
     "third skipped": lambda: Skipping(2),
+    "blocks": Blocks,
+    "blocks recomputed": lambda: Blocks(reentrant=False),
+    "blocks reentrant": lambda: Blocks(reentrant=True),
     "either order": EitherOrder,
     "scattered": Scattered,
 }
@@ -176,6 +205,21 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
+}
+
+
+RECOMPUTED = ("", " recomputed", " reentrant")
+# Small units, the modules themselves; whatever is not named here has the units that zero finds, or the root alone.
+UNITS = {
+    "mlp": ["0", "2", "4"],
+    "empty": ["body", "head"],
+    "tied": ["inner", "again", "head"],
+    "frozen": ["below", "middle", "above"],
+    "unused": ["before", "used", "after"],
+    "either order": ["a", "b"],
+    **{f"{kind}{how}": ["start", "layer", "head"] for kind in ("twice", "siamese") for how in RECOMPUTED},
+    **{f"{which} skipped": ["layers.*", "head"] for which in ("first", "second", "third")},
+    **{f"blocks{how}": ["start", "stages.*.*", "head"] for how in RECOMPUTED},
 }
 
 
@@ -192,6 +236,61 @@ class Case:
     max_norm: float | None = None
     bucket_bytes: int = 25 * 2**20
     steps: int = 5
+    stage: int = 0
+    small_units: bool = False  # those of UNITS
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    replicate: int = 1  # ranks of the second data axis
+
+    def __str__(self) -> str:
+        changed = (f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return ", ".join(changed) or "mlp"
+
+    @property
+    def of_one_process(self) -> Case:
+        """Without everything that makes no difference to one process."""
+        same = ("model", "dtype", "optimizer", "micro_batches", "max_norm", "steps")
+        return Case(**{name: getattr(self, name) for name in same})
+
+    def shard(self, model: nn.Module, **more: Any) -> zero.ZeroOptimizer:
+        """Put the model on the ranks of this case's mesh."""
+        size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        mesh = core.Mesh(dp_replicate=self.replicate, dp=size // self.replicate)
+        options = {
+            "axis": mesh.dp,
+            "replicate": mesh.dp_replicate if self.replicate > 1 else None,
+            "stage": self.stage,
+            "reduce": self.reduce,
+            "bucket_bytes": self.bucket_bytes,
+            "units": UNITS.get(self.model) if self.small_units else None,
+            "prefetch": self.prefetch,
+            "reshard_after_forward": self.reshard_after_forward,
+        }
+        return zero.shard(model, OPTIMIZERS[self.optimizer], **{**options, **more})
+
+
+def pairwise(**factors: Sequence[Any]) -> list[Case]:
+    """Few cases in which any two values of two different factors meet: each case takes in what is most wanted."""
+    wanted = dict.fromkeys(
+        ((one, first), (two, second))
+        for one, two in combinations(factors, 2)
+        for first in factors[one]
+        for second in factors[two]
+    )
+    found = []
+    while wanted:
+        row = dict(next(iter(wanted)))
+        for name, values in factors.items():
+            if name not in row:
+                row[name] = max(values, key=lambda value: len(_pairs(factors, {**row, name: value}) & wanted.keys()))
+        for pair in _pairs(factors, row):
+            wanted.pop(pair, None)
+        found.append(Case(**row))
+    return found
+
+
+def _pairs(factors: Iterable[str], row: Mapping[str, Any]) -> set[Any]:
+    return set(combinations([(name, row[name]) for name in factors if name in row], 2))
 
 
 def build(case: Case, seed: int = 0) -> nn.Module:
@@ -226,8 +325,11 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor, count: int) -> Tensor:
     return (model(x) - y).square().sum() / count
 
 
+@cache
 def reference(case: Case) -> dict[str, Any]:
     """Plain PyTorch in one process on the global batch."""
+    if case != case.of_one_process:
+        return reference(case.of_one_process)
     count = ROWS * 3 * case.micro_batches
     steps = [[(x, y, count) for x, y in micros] for micros in batches(case)]
     return train_plainly(build(case), steps, squared_error, OPTIMIZERS[case.optimizer], max_norm=case.max_norm)
@@ -237,15 +339,14 @@ def on_this_rank(case: Case) -> dict[str, Any]:
     """The same with nanopar_zero; every rank starts from other weights than the first."""
     axis = core.Mesh(dp=torch.distributed.get_world_size()).dp
     model = build(case, seed=axis.rank)
-    optimizer = zero.shard(
-        model, OPTIMIZERS[case.optimizer], axis=axis, stage=0, reduce=case.reduce, bucket_bytes=case.bucket_bytes
-    )
+    optimizer = case.shard(model)
     result = train(model, optimizer, case, axis)
     optimizer.close()
     return result
 
 
 def train(model: nn.Module, optimizer: zero.ZeroOptimizer, case: Case, axis: core.Axis) -> dict[str, Any]:
+    """Train on the rows of this rank of ``axis``, which has all ranks that see different rows."""
     losses, norms, gradients = [], [], {}
     rows = slice(axis.rank * ROWS // axis.size, (axis.rank + 1) * ROWS // axis.size)
     count = ROWS * 3 * case.micro_batches // (axis.size if case.reduce == "mean" else 1)
@@ -258,15 +359,66 @@ def train(model: nn.Module, optimizer: zero.ZeroOptimizer, case: Case, axis: cor
                 loss = squared_error(model, x[rows], y[rows], count)
                 loss.backward()
             total += loss.detach()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(model, optimizer)
         norm = optimizer.clip_grad_norm_(float("inf") if case.max_norm is None else case.max_norm)
         optimizer.step()
         mean = axis.size if case.reduce == "mean" else 1
         losses.append(core.all_reduce(total, axis).item() / mean)
         norms.append(norm.item())
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"loss": losses, "norm": norms, "gradients": gradients, "weights": weights}
+    return {"loss": losses, "norm": norms, "gradients": gradients, "weights": weights_of(model, optimizer)}
+
+
+def gradients_of(model: nn.Module, optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
+    """The whole reduced gradient of every trained parameter; in stage 0 what ``p.grad`` shows."""
+    names = names_of(model)
+    found = {}
+    for bucket in optimizer.reducer.buckets:
+        if not bucket.reduction.divided:
+            found |= {names[id(p)]: p.grad.detach().clone() for p in bucket.members if p.grad is not None}
+            continue
+        assert all(p.grad is None for p in bucket.members)
+        if bucket.reduced is not None:
+            found |= in_parameters(bucket, bucket.reduced, names)
+    return {name: found[name] for name in names.values() if name in found}
+
+
+def weights_of(model: nn.Module, optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
+    """All whole parameters: the model's own, and what stage 3 has freed from the masters of all ranks."""
+    names = names_of(model)
+    optimizer.wait()
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for bucket in optimizer.windows.buckets:
+        if bucket.frees_parameters:
+            found |= in_parameters(bucket, bucket.masters, names)
+    return found
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def in_parameters(bucket: Bucket, part: Tensor, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Values along a rank's part of a bucket, from all ranks, by parameter."""
+    sizes = [part.numel()] * bucket.reduction.parts
+    whole = core.all_gather(part, bucket.reduction.data_axis, sizes=sizes) if len(sizes) > 1 else part
+    return {
+        names[id(member)]: whole[slot.start : slot.start + slot.numel].view(slot.item.shape).clone()
+        for slot, member in zip(bucket.layout.slots, bucket.members, strict=True)
+    }
 
 
 def all_on_this_rank(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return [on_this_rank(case) for case in cases]
+
+
+def assert_all(cases: Sequence[Case], by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """``assert_parity`` of every case, whose results each rank gives in their order; tells of all that deviate."""
+    failures = []
+    for number, case in enumerate(cases):
+        axes = {"dp_replicate": case.replicate, "dp": len(by_rank) // case.replicate} if case.replicate > 1 else None
+        results = [results[number] for results in by_rank]
+        try:
+            assert_parity(reference(case), results, axes=axes, micro_batches=case.micro_batches)
+        except AssertionError as error:
+            failures.append(f"{case}\n{error}")
+    assert not failures, f"{len(failures)} of {len(cases)} cases deviate\n" + "\n".join(failures)
