@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from nanopar_sft import __main__ as cli
 from nanopar_sft import metrics, same
+from nanopar_sft.checkpoints import checkpoint_path
 
 # Rows of equal length: without padding there is one kind of batch, and one graph to compile.
 ROWS = [json.dumps({"question": f"{a} + {b}?", "answer": f"#### {a + b}"}) for a in range(2, 6) for b in range(2, 5)]
@@ -39,7 +40,9 @@ def test_training_on_two_ranks_is_the_same(tmp_path: Path) -> None:
         assert one["collectives"] == other["collectives"]
     plain_weights, weights = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "compiled"))
     assert list(weights) == list(plain_weights)
-    train("resumed", "--resume", "compiled/checkpoints/step-2", cwd=tmp_path)  # by a run that does not compile
+    train(
+        "resumed", "--resume", str(checkpoint_path(Path("compiled"), 2)), cwd=tmp_path
+    )  # by a run that does not compile
     [last] = metrics.read(tmp_path / "resumed" / metrics.METRICS)
     assert last["loss"] == pytest.approx(compiled[2]["loss"], rel=1e-5)
 
