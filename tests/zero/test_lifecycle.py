@@ -399,3 +399,18 @@ def test_no_bucket_is_sent_twice_in_a_pass(model: str) -> None:
     case = Case(model, bucket_bytes=1, steps=3)
     for result in run(2, a_pass_with_all_gradients_twice, case):
         assert result["times"] == [3] * 6
+
+
+def leaves_right_after_a_step(stage: int) -> None:
+    axis = core.Mesh(dp=2).dp
+    model = nn.Linear(600, 1000)
+    optimizer = zero.shard(model, torch.optim.Adam, axis=axis, stage=stage)
+    model(torch.ones(2, 600)).sum().backward()
+    if axis.rank:
+        time.sleep(0.7)  # the other one has gone through its own step long ago
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_under_way_at_the_end_hurt_nobody(stage: int) -> None:
+    assert run(2, leaves_right_after_a_step, stage) == [None, None]

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanopar_zero.torch_private import call_at_end_of_backward, current_backward, not_compiled, will_accumulate
+from nanopar_zero.torch_private import (
+    call_at_end_of_backward,
+    copy_each,
+    current_backward,
+    not_compiled,
+    will_accumulate,
+)
 
 
 def test_passes_are_numbered_and_nested_ones_have_numbers_of_their_own() -> None:
@@ -85,3 +91,9 @@ def test_what_is_not_compiled_runs_as_plain_python_between_the_compiled_parts() 
     for _ in range(2):
         model(torch.ones(2))
     assert compiled == [False, False]
+
+
+def test_tensors_are_copied_into_places_of_their_own_dtype() -> None:
+    flat = torch.zeros(5, dtype=torch.float64)
+    copy_each([flat[:2], flat[3:]], [torch.tensor([1.0, 2.0]), torch.tensor([0.5, 4.0], dtype=torch.bfloat16)])
+    assert flat.tolist() == [1.0, 2.0, 0.0, 0.5, 4.0]

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -65,8 +65,8 @@ def launch(
     """Join the job that torchrun describes in the environment, or be a job of one process.
 
     Sets the device and the seeds of Python and torch (the same on every rank), makes the process group (gloo for CPU
-    tensors, NCCL for CUDA tensors) and destroys it at the end. When a rank fails all ranks end within seconds with a
-    non-zero status, and that rank's traceback is the only one.
+    tensors, NCCL for CUDA tensors) and destroys it at the end, when all ranks have come to their end. When a rank fails
+    all ranks end within seconds with a non-zero status, and that rank's traceback is the only one.
 
     Args:
         timeout_s: seconds after which a collective that does not finish raises, in the world and in every mesh axis.
@@ -105,8 +105,12 @@ def launch(
                 comparison.flush()  # only where all went well: a failure must be announced at once
             else:
                 yield world
+        if alarm is not None:
+            alarm.wait_for_all(timeout_s)
     except SystemExit as error:
-        if alarm is not None and error.code not in (0, None):
+        if alarm is not None and error.code in (0, None):
+            alarm.wait_for_all(timeout_s)
+        elif alarm is not None:
             alarm.sound(f"it exited with status {error.code}")
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -217,6 +221,22 @@ class _Alarm:
                 break
             lines.append(f"  rank {rank}{' (failed)' if rank == self._rank else ''}: {where}")
         return "\n".join(["last collective of each rank:", *lines])
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """This rank is done: stay until all are, since others may still wait for what it has sent last.
+
+        Raises:
+            RuntimeError: another rank has failed meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        with suppress(RuntimeError):  # the store is gone: so are the others
+            self._store.add("ended", 1)
+            while not failed and self._store.add("ended", 0) < self._size and time.monotonic() < deadline:
+                failed = self._store.check([self._key])
+                time.sleep(0.01)
+        if failed:
+            raise RuntimeError(self.reason())
 
     def _leave_position(self) -> None:
         self._store.set(f"position/{self._rank}", self._recorder.position())

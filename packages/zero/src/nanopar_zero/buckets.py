@@ -31,6 +31,7 @@ from torch.autograd.graph import increment_version
 from nanopar_core import Axis, Pending, all_gather, all_reduce, broadcast, reduce_scatter
 from nanopar_zero.layout import BucketLayout
 from nanopar_zero.precision import PrecisionPolicy
+from nanopar_zero.torch_private import copy_each
 
 
 class State(Enum):
@@ -210,7 +211,7 @@ class Bucket:
                 places.append(view)
                 member.grad = None
         if arrived:
-            torch._foreach_copy_(places, arrived)
+            copy_each(places, arrived)
         return flat
 
     def start_reduction(self) -> None:

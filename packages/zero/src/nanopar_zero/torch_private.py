@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
@@ -38,3 +38,8 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 # Decorator of what torch.compile must leave alone; torch.compiler.disable would import the compiler at once.
 not_compiled = _disable_dynamo
+
+
+def copy_each(places: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy many tensors into their places, each of its own dtype: on CUDA with one kernel for many of them."""
+    torch._foreach_copy_(places, tensors)

@@ -105,7 +105,7 @@ class Windows:
             handles.append(unit.module.register_forward_pre_hook(ModuleHook(self, index, "begins"), prepend=True))
             handles.append(unit.module.register_forward_hook(ModuleHook(self, index, "ends")))
         handles += watch_state_dicts(self)
-        self._hooks = weakref.finalize(self, _remove, handles)
+        self._hooks = weakref.finalize(self, _let_go_of, handles, self.buckets)
         self._hooks.atexit = False
 
     # ---------------------------------------------------------------------------------------------------- forward
@@ -381,9 +381,12 @@ class BackwardHook:
             windows.backward_reaches(self._index, self._run)
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def _let_go_of(handles: list[RemovableHandle], buckets: list[Bucket]) -> None:
+    """No hook stays; what is on its way arrives, since a message whose handle is dropped may never be sent."""
     for handle in handles:
         handle.remove()
+    for bucket in buckets:
+        bucket.wait_for_parameters()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
