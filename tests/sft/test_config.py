@@ -171,7 +171,7 @@ def test_configuration_is_frozen() -> None:
         (["--tp", "2"], "tp=2: nanopar-sft cannot run tensor parallelism yet; use tp=1"),
         (["--sp", "true"], "sp=true: nanopar-sft cannot run sequence parallelism yet; use sp=false"),
         (["--schedule", "1f1b"], "schedule=1f1b: nanopar-sft cannot run pipeline schedules yet; use schedule=none"),
-        (["--zero", "2"], "zero=2: nanopar-sft cannot shard training states yet; use zero=0"),
+        (["--zero", "4"], "zero=4: must be less than or equal to 3"),
         (["--steps", "5", "--epochs", "1"], "steps=5 and epochs=1 are both set: keep one of them"),
         (
             ["--steps", "10", "--warmup", "10"],

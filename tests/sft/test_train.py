@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import nanopar_core as core
 import nanopar_models as models
+import nanopar_zero as zero
 from nanopar_core import testing, verify
 from nanopar_sft import assemble, evaluate, export, generate, metrics, schedule, train
 from nanopar_sft.batches import Batches
@@ -56,7 +57,8 @@ def on_rank(config: Config, output_dir: Path) -> dict[str, torch.Tensor]:
     trainer = train.Trainer(config, world, model, chat, batches, [], config.steps or 0)
     with Reporter(output_dir, config.steps or 0, plot=False, enabled=world.rank == 0) as reporter:
         trainer.train(0, reporter)
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with zero.gathered(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def reported(output_dir: Path) -> dict[str, Any]:
@@ -106,11 +108,22 @@ def by_transformers(config: Config) -> dict[str, Any]:
 TOLERANCE = {"loss": 2e-5, "norm": 2e-5, "weights": 1e-4}
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "recompute"), [(1, 2, "false"), (2, 2, "true"), (4, 1, "false")])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "microbatches", "recompute"),
+    [
+        (1, 0, 2, "false"),
+        (2, 0, 2, "true"),
+        (4, 0, 1, "false"),
+        (4, 1, 1, "true"),
+        (2, 2, 2, "false"),
+        (2, 3, 2, "true"),
+        (4, 3, 1, "false"),
+    ],
+)
 def test_training_equals_transformers(
-    model_dir: Path, tmp_path: Path, ranks: int, microbatches: int, recompute: str
+    model_dir: Path, tmp_path: Path, ranks: int, stage: int, microbatches: int, recompute: str
 ) -> None:
-    more = ("--microbatches", str(microbatches), "--recompute", recompute)
+    more = ("--zero", str(stage), "--microbatches", str(microbatches), "--recompute", recompute)
     config = config_for(model_dir, tmp_path, *more, ranks=ranks)
     reference = by_transformers(config)
     weights = testing.run(ranks, on_rank, config, tmp_path)

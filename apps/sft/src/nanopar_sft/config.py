@@ -217,7 +217,15 @@ class Config(BaseSettings):
         ge=1,
     )
     dp: OptionalInt = key(None, "Ranks and memory", RANKS, "data-parallel ranks (none: all)", ge=1)
-    zero: int = key(0, "Ranks and memory", STEP, "ZeRO stage: 0 keeps everything on every rank", ge=0, le=3)
+    zero: int = key(
+        0,
+        "Ranks and memory",
+        STEP,
+        "ZeRO stage: 0 keeps everything on every rank; 1 divides AdamW's states among the ranks, 2 gradients too, 3 "
+        "weights too",
+        ge=0,
+        le=3,
+    )
     recompute: bool = key(False, "Ranks and memory", STEP, "recompute activations in backward instead of keeping them")
     compile: bool = key(
         False,
@@ -393,8 +401,6 @@ class Config(BaseSettings):
         return world_size
 
     def _check_training(self, dp: int) -> None:
-        if self.zero != 0:
-            raise InputError(f"zero={self.zero}: nanopar-sft cannot shard training states yet; use zero=0")
         if self.steps is not None and self.epochs is not None:
             raise InputError(f"steps={self.steps} and epochs={self.epochs:g} are both set: keep one of them")
         steps = DEFAULT_STEPS if self.steps is None and self.epochs is None else self.steps

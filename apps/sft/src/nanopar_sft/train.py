@@ -35,6 +35,7 @@ from nanopar_sft.metrics import StepRecord
 from nanopar_sft.report import Reporter
 from nanopar_sft.rows import Row
 from nanopar_sft.schedule import learning_rate
+from nanopar_zero.stages import STAGES
 
 CONFIG = "config.yaml"
 
@@ -202,7 +203,7 @@ class Trainer:
     def _evaluate(self, step: int, reporter: Reporter) -> None:
         if not self.held_back:
             return
-        with self._not_compiled():
+        with self._not_compiled(), zero.gathered(self.model):  # so that ranks may have unequal shares of the questions
             result: Result = evaluate(
                 self.model, self.chat, self.held_back, self.mesh.dp, self.config, self.world.device
             )
@@ -215,7 +216,7 @@ class Trainer:
         """The model's answer to the first held-back question, on all ranks alike."""
         if not self.held_back or not self.config.max_new_tokens:
             return None
-        with self._not_compiled():
+        with self._not_compiled(), zero.gathered(self.model):
             [text] = answer(self.model, self.chat, self.held_back[:1], self.config.max_new_tokens, self.world.device)
         return text
 
@@ -277,9 +278,10 @@ def _describe(config: Config, chat: Chat, batches: Batches, total_steps: int, le
     model = assemble.training_model(config, chat, meta=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    compute = 2 if config.precision == "bf16" else 4
-    masters = 4 if config.precision == "bf16" else 0
-    state = parameters * compute + trained * (masters + 4 + 8)
+    stage, ranks = STAGES[config.zero], config.dp or 1
+    compute, masters = (2, 4) if config.precision == "bf16" else (4, 0)
+    frozen = (parameters - trained) * compute // (ranks if stage.divides_parameters else 1)
+    state = frozen + stage.state_bytes(trained, ranks, parameter=compute, master=masters)
     tokens = sum(len(example.input_ids) for example in batches.examples)
     print(f"model       {parameters:,} parameters, {trained:,} of them trained")
     print(f"data        {len(batches.examples):,} rows, {tokens:,} tokens; {left_out}")
