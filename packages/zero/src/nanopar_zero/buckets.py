@@ -285,15 +285,21 @@ class Bucket:
             self.arriving = all_gather(
                 own, self.reduction.data_axis, sizes=sizes, out=self.parameters, label="parameters", async_op=True
             )
-        if self.frees_parameters:
-            for member, view in zip(self.members, self.weight_views, strict=True):
-                member.data = view
+        else:
+            self._show_parameters()
 
     def wait_for_parameters(self) -> None:
         """The parameters have arrived when this returns (on CUDA: for what the current stream does from now on)."""
         if self.arriving is not None:
             self.arriving.wait()
             self.arriving = None
+            self._show_parameters()
+
+    def _show_parameters(self) -> None:
+        """Stage 3: the model reads the whole parameters in place of NaN, not before they have arrived."""
+        if self.frees_parameters:
+            for member, view in zip(self.members, self.weight_views, strict=True):
+                member.data = view
 
     def free(self) -> None:
         """Stage 3: give the whole parameters' memory back; until they are gathered they read as NaN."""
@@ -320,6 +326,7 @@ class Bucket:
         """Take weights that were written into the model since the last step (a loaded checkpoint) into the masters."""
         if not self.is_whole:
             return
+        self.wait_for_parameters()
         for index, member in enumerate(self.members):
             moved = self.put_back(index)
             if moved or everything or member._version != self.versions[index]:
