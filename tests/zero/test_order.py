@@ -247,3 +247,18 @@ def outside_of_its_window() -> None:
 
 def test_a_parameter_outside_of_its_window_is_nan_of_its_shape() -> None:
     run(2, outside_of_its_window)
+
+
+def on_its_way() -> bool:
+    """Whether the second block's weights, which are prefetched, are NaN while the first block runs."""
+    model = make(Trip())
+    optimizer = zero.shard(model, sgd, axis=core.Mesh(dp=2).dp, stage=3, units=UNITS)
+    seen: list[bool] = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append(bool(model.blocks[1][0].weight.isnan().all())))
+    model(inputs(0, 0))
+    optimizer.close()
+    return seen[0]
+
+
+def test_a_parameter_on_its_way_is_nan_too() -> None:
+    assert run(2, on_its_way) == [True, True]
