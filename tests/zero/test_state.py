@@ -62,8 +62,9 @@ def state_dicts(layouts: list[Layout]) -> list[dict[str, Any]]:
             assert model.lower.weight.isnan().all(), "freed again"
             optimizer.hold()
             model(batch(0)[0])
-            result["held"] = model.state_dict()
+            held = model.state_dict()
             optimizer.release()
+            result["held"] = {name: value.clone() for name, value in held.items()}
             assert all(isinstance(value, nn.Parameter) for value in model.layers.state_dict(keep_vars=True).values())
         optimizer.close()
         after = nn.Module.state_dict(model)
@@ -181,13 +182,13 @@ def loaded(layouts: list[Layout], way: str) -> list[dict[str, Any]]:
             model, optimizer = make(layout, seed=1 + rank())
             train(model, optimizer, range(steps))
             load_by(way, model, optimizer, whole)
+            if layout.stage == 3:
+                assert model.lower.weight.isnan().all(), "freed again"
+                assert model.layers[0].scale.isnan()
             for state in optimizer.state.values():
                 for value in state.values():
                     value.zero_()
             results.append(train(model, optimizer, range(1)))
-            if layout.stage == 3:
-                assert model.lower.weight.isnan().all(), "freed again"
-                assert model.layers[0].scale.isnan()
     return results
 
 
