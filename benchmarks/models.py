@@ -266,7 +266,7 @@ def circumstances() -> dict[str, Any]:
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["hatch", "run", "bench:models", *sys.argv[1:]]),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "nanopar-models")},
