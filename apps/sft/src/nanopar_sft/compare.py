@@ -49,14 +49,21 @@ def run(config: Config) -> None:
         for name in names:
             with watch(name) as tell:
                 comparison.measure(name, tell)
+            _write(config, comparison.rows, surroundings)  # what is known so far survives Ctrl-C
     rows = comparison.rows
-    title = f"{config.model} on {config.nproc} ranks, {config.batch_size} x {config.seq_len} tokens a step, fp32"
     console = Console()
     console = console if console.is_terminal else Console(width=WIDTH)
-    console.print(tables.terminal(rows, title))
+    console.print(tables.terminal(rows, title_of(config)))
     console.print(tables.LEGEND, style="dim")
     for line in tables.problems(rows):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    failed = [row.strategy for row in rows if row.failed]
+    if failed:
+        print(f"nanopar-sft: failed: {', '.join(failed)}; see {config.output_dir}/*.log", file=sys.stderr)
+        sys.exit(1)
+
+
+def _write(config: Config, rows: list[Row], surroundings: dict[str, Any]) -> None:
     report = {
         "command": command_of(config),
         "versions": versions(),
@@ -64,13 +71,14 @@ def run(config: Config) -> None:
         "protocol": protocol(config, rows),
         "rows": [asdict(row) for row in rows],
     }
-    text = tables.markdown(rows, title, command_of(config))
+    text = tables.markdown(rows, title_of(config), command_of(config))
     (config.output_dir / MARKDOWN).write_text(text, encoding="utf-8")
     (config.output_dir / JSON).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    failed = [row.strategy for row in rows if row.failed]
-    if failed:
-        print(f"nanopar-sft: failed: {', '.join(failed)}; see {config.output_dir}/*.log", file=sys.stderr)
-        sys.exit(1)
+
+
+def title_of(config: Config) -> str:
+    """The heading of both tables."""
+    return f"{config.model} on {config.nproc} ranks, {config.batch_size} x {config.seq_len} tokens a step, fp32"
 
 
 class Comparison:

@@ -1,4 +1,4 @@
-"""One candidate of ``compare`` in a set of processes of its own: ``python -m nanopar_sft.measure CANDIDATE FOLDER``.
+"""One candidate of ``compare`` in processes of its own: ``python -m nanopar_sft.measure CANDIDATE FOLDER PARENT``.
 
     not a rank -> starts the ranks -> each:   step 0, 1   warm up    | torch's allocations counted,
                                               step 2      memory     | from before the model is built
@@ -9,7 +9,8 @@
 
 All ranks do the same at the same time, so the three clocks of a turn see the same load of the machine: figures are
 ratios inside a turn. FOLDER holds ``config.yaml``; a rank leaves ``rank-N.json`` or ``error-N.txt``, and rank 0 a byte
-in ``progress`` for each step or turn. The name ``reference`` gives the losses of plain training in one process.
+in ``progress`` for each step or turn. PARENT is the process that waits for all this. The candidate ``reference`` gives
+the losses of plain training in one process.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ def main(arguments: list[str]) -> int:
     config = Config.parse(["--config", str(folder / CONFIG)])
     launcher.end_with_launcher()
     if not launcher.in_rank():
+        if os.getppid() != int(arguments[2]):
+            return 1  # the parent ended before this process could ask to end with it
         ranks = 1 if name == REFERENCE else config.nproc or 1
         return launcher.launch(ranks, arguments, threads=config.threads, module="nanopar_sft.measure")
     rank = os.environ["RANK"]

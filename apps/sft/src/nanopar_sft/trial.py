@@ -9,6 +9,7 @@ fails after ``timeout_s``, and processes that do nothing for that long (and a li
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ def run_trial(name: str, config: Config, on_progress: Callable[[int], None]) -> 
         config.save(folder / CONFIG)
         log = folder / "log.txt"
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "nanopar_sft.measure", name, str(folder)]
+            command = [sys.executable, "-m", "nanopar_sft.measure", name, str(folder), str(os.getpid())]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
             try:
                 hung = _watch(process, folder / PROGRESS, config.timeout_s + GRACE_S, on_progress)
@@ -57,7 +58,7 @@ def run_trial(name: str, config: Config, on_progress: Callable[[int], None]) -> 
                     process.wait()
         text = log.read_text(encoding="utf-8", errors="replace")
         if hung:
-            raise TrialError(f"nothing happened for {config.timeout_s + GRACE_S:g} s: ended", text)
+            raise TrialError(f"nothing happened for {config.timeout_s + GRACE_S:g} s, so it was ended", text)
         if process.returncode:
             raise TrialError(_reason(folder, text, process.returncode), text)
         return [Report.read(file) for file in sorted(folder.glob("rank-*.json"))]
