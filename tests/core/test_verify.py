@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import nanopar_core as core
 from nanopar_core import testing, verify
 
+pytestmark = pytest.mark.long
+
 Result = dict[str, Any]
 Micro = tuple[Tensor, Tensor, Tensor]  # inputs [8, 5], targets [8, 3], and which rows count [8]
 

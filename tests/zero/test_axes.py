@@ -14,6 +14,8 @@ import nanopar_zero as zero
 from nanopar_core.testing import assert_parity, run, train_plainly
 from nanopar_core.verify import portable
 
+pytestmark = pytest.mark.long
+
 # ------------------------------------------------------------------------------------------- other kinds of data axis
 
 

@@ -16,6 +16,8 @@ from nanopar_core.ledger import Record, observing
 from nanopar_core.testing import run
 from nanopar_zero.stages import STAGES
 
+pytestmark = pytest.mark.long
+
 # Elements of mlp's weights and biases: 7 x 15, 15, 15 x 9, 9, 9 x 3, 3, each padded to a multiple of 32.
 PADDED = [128, 32, 160, 32, 32, 32]
 TOTAL_BYTES = 8 * sum(PADDED)

@@ -22,6 +22,8 @@ import nanopar_zero as zero
 from nanopar_core.testing import assert_parity, run
 from nanopar_zero.loss_scale import LossScaler
 
+pytestmark = pytest.mark.long
+
 # ------------------------------------------------------------------------------------------------------- the rule
 
 

@@ -18,6 +18,8 @@ import nanopar_core as core
 import nanopar_zero as zero
 from nanopar_core.testing import assert_parity, run
 
+pytestmark = pytest.mark.long
+
 WIDTH = 6
 
 

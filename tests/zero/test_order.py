@@ -19,6 +19,8 @@ import nanopar_zero as zero
 from nanopar_core.debug import CollectiveMismatchError
 from nanopar_core.testing import assert_parity, run
 
+pytestmark = pytest.mark.long
+
 WIDTH, HIDDEN = 8, (3, 31, 9, 20, 26, 14)
 ALL = tuple(range(len(HIDDEN)))
 UNITS = ["blocks.*", "head"]

@@ -32,6 +32,8 @@ from nanopar_core.testing import assert_parity, run
 from nanopar_zero.buckets import Bucket
 from nanopar_zero.windows import Windows
 
+pytestmark = pytest.mark.long
+
 FACTORS: dict[str, Any] = {
     "model": list(MODELS),
     "optimizer": list(OPTIMIZERS),

@@ -14,6 +14,8 @@ import nanopar_core as core
 import nanopar_zero as zero
 from nanopar_core.testing import assert_parity, run
 
+pytestmark = pytest.mark.long
+
 BF16 = zero.PrecisionPolicy(param_dtype=torch.bfloat16)
 BF16_THROUGHOUT = zero.PrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP16 = zero.PrecisionPolicy(torch.float16, loss_scale=zero.LossScale(initial=1024.0))  # the gradients here are large

@@ -17,6 +17,8 @@ import nanopar_zero as zero
 from nanopar_core.testing import run
 from nanopar_zero.rounding import key_of, round_stochastically
 
+pytestmark = pytest.mark.long
+
 ROUNDING = zero.PrecisionPolicy(torch.bfloat16, stochastic_rounding=True)
 MASTERS = zero.PrecisionPolicy(torch.bfloat16)
 STAGES = range(4)

@@ -36,6 +36,8 @@ import nanopar_zero as zero
 from nanopar_core import checkpoint
 from nanopar_core.testing import assert_parity, run
 
+pytestmark = pytest.mark.long
+
 needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="save and load need safetensors")
 
 STEPS = 5
