@@ -75,6 +75,10 @@ def _named(model: nn.Module, unit: str | nn.Module) -> Iterator[tuple[str, nn.Mo
     if not found:
         what = f"{unit!r} matches no module" if isinstance(unit, str) else f"a {type(unit).__name__} is not a module"
         raise ValueError(f"units: {what} of the model below its root")
+    for name, module in found:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            kind = type(module).__name__
+            raise ValueError(f"unit {name} is a {kind}, which has no forward of its own: name its children, '{name}.*'")
     yield from found
 
 
