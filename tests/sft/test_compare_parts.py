@@ -173,7 +173,8 @@ def test_what_does_nothing_is_ended(tmp_path: Path) -> None:
 
 
 def test_reason_of_a_failure(tmp_path: Path) -> None:
-    assert trial._reason(tmp_path, "warning\nrank 0 was killed by SIGKILL\n\n", 1) == "rank 0 was killed by SIGKILL"
-    assert trial._reason(tmp_path, "", 9) == "ended with status 9"
+    last = "ended with status 1; the last it printed: rank 0 was killed by SIGKILL"
+    assert trial._reason(tmp_path, "warning\nrank 0 was killed by SIGKILL\n\n", 1) == last
+    assert trial._reason(tmp_path, "", -9) == "killed by signal 9"
     (tmp_path / "error-1.txt").write_text("ValueError: no\nsuch thing")
     assert trial._reason(tmp_path, "noise", 1) == "rank 1: ValueError: no such thing"

@@ -79,10 +79,11 @@ def _watch(process: subprocess.Popen[bytes], progress: Path, patience_s: float, 
 
 
 def _reason(folder: Path, log: str, status: int) -> str:
-    """One line: the error of the rank that failed first, else the last line that was printed."""
+    """One line: the error of the rank that failed first, else the exit status and the last line that was printed."""
     errors = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
     if errors:
         rank = errors[0].stem.removeprefix("error-")
         return f"rank {rank}: {' '.join(errors[0].read_text(encoding='utf-8').split())}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1] if lines else f"ended with status {status}"
+    ending = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    return f"{ending}; the last it printed: {lines[-1]}" if lines else ending
