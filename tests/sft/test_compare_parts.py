@@ -1,5 +1,6 @@
 """The parts of ``compare`` by themselves: floors against hand-made numbers, the memory counter, rows, and hanging."""
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -104,10 +105,13 @@ def test_memory_released_by_a_thread_that_the_profiler_does_not_know() -> None:
 
 
 def test_the_switch_is_put_back() -> None:
-    with every_allocation_noted():
-        pass
-    with torch.profiler.profile(profile_memory=True), every_allocation_noted():
-        tensor(1)
+    library = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
+    switch = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
+    assert not switch.value
+    with pytest.raises(ZeroDivisionError), every_allocation_noted():
+        assert switch.value
+        raise ZeroDivisionError
+    assert not switch.value
 
 
 def test_moments_of_a_window() -> None:
