@@ -137,8 +137,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature; the result is the same
-        """Start anew: gradients are None until the next backward pass, which also forgets a pass that failed."""
-        if self.reducer.abandon():
+        """Start anew: gradients are None until the next backward pass; a pass that failed is forgotten."""
+        if self.reducer.abandon() or self.windows.forward_runs:
             self.windows.reset()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -122,10 +122,9 @@ class Windows:
             self._runs += 1
             unit.last_run = self._runs
             unit.first_run = min(unit.first_run, self._runs)
-            unit.forwards += 1
-            if unit.forwards > 1 and index != ROOT:
-                unit.is_reused = True
             if self._forward_runs:
+                unit.forwards += 1
+                unit.is_reused |= unit.forwards > 1 and index != ROOT
                 self._gather_up_to(self.units, index + self._prefetch)
         self._open(unit)
 
@@ -178,6 +177,8 @@ class Windows:
 
     def backward_reaches(self, index: int, run: int) -> None:
         """The gradient of a unit's output is there: units after it are done, this one's parameters are needed."""
+        if not self._hooks.alive:
+            return  # of a graph that was made before close
         if self.frees:
             self._begin_backward()
         self.reducer.begin_backward()
@@ -291,9 +292,14 @@ class Windows:
         for bucket in self.buckets:
             bucket.wait_for_parameters()
 
+    @property
+    def forward_runs(self) -> bool:
+        """Whether the model's forward has begun and not ended: outside of it, whether an exception has ended it."""
+        return self._forward_runs
+
     def reset(self) -> None:
         """After an exception in forward or backward: no sweep is running."""
-        self._forward_runs = self._backward_runs = False
+        self._forward_runs = self._backward_runs = self._is_differentiable = False
         self._close_all()
         self._forget_forwards()
 
