@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.zero.cases import weights_of
 from torch import nn
 
 import nanopar_core as core
 import nanopar_zero as zero
-from nanopar_core.testing import assert_parity
+from nanopar_core.testing import assert_parity, run
 
 
 class Net(nn.Module):
@@ -37,35 +38,67 @@ def train(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tenso
         optimizer.step()
         if step == 0:
             optimizer.param_groups[2]["lr"] = 0.05
+    if isinstance(optimizer, zero.ZeroOptimizer):
+        return weights_of(model, optimizer)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def shard(model: nn.Module, groups: Any, **more: Any) -> zero.ZeroOptimizer:
-    return zero.shard(model, lambda g: torch.optim.Adam(g, lr=1.0), axis=core.Mesh().dp, stage=0, groups=groups, **more)
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    options = {"axis": core.Mesh(dp=size).dp, "stage": 0, **more}
+    return zero.shard(model, lambda g: torch.optim.Adam(g, lr=1.0), groups=groups, **options)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_groups_train_as_in_torch(order: tuple[int, int, int], bucket_bytes: int) -> None:
-    plain, model = Net(), Net()
-    mine = dict(zip("abc", (options()[i] for i in order), strict=True))
-    expected = train(
-        plain, torch.optim.Adam([{"params": [getattr(plain, name)], **option} for name, option in mine.items()])
-    )
-    by = {"a": [model.a, model.frozen], "b": "b", "c": ["c*"]}
-    groups = [{"params": by[name], **option} for name, option in mine.items()]
-    found = train(model, shard(model, groups, bucket_bytes=bucket_bytes))
-    assert_parity({"weights": expected}, {"weights": found}, rtol=1e-12)
+# The order of groups, bucket_bytes, stage. The sizes put some groups on some ranks only.
+WAYS = [
+    (order, bucket_bytes, stage)
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0))
+    for bucket_bytes in (1, 64, 10**6)
+    for stage in (0, 1, 2, 3)
+]
 
 
-def test_the_first_adam_step_has_size_lr() -> None:
-    model = nn.ParameterList([nn.Parameter(torch.zeros(size).double()) for size in (5, 7, 3)])
-    groups = [{"params": str(i), "lr": lr} for i, lr in enumerate((0.1, 0.01, 0.001))]
-    optimizer = shard(model, groups, bucket_bytes=1)
-    sum(p.sum() for p in model).backward()
+def options_in(order: tuple[int, int, int]) -> dict[str, dict[str, Any]]:
+    return dict(zip("abc", (options()[i] for i in order), strict=True))
+
+
+def train_all() -> list[dict[str, Any]]:
+    found = []
+    for order, bucket_bytes, stage in WAYS:
+        model = Net()
+        by = {"a": [model.a, model.frozen], "b": "b", "c": ["c*"]}
+        groups = [{"params": by[name], **option} for name, option in options_in(order).items()]
+        found.append({"weights": train(model, shard(model, groups, bucket_bytes=bucket_bytes, stage=stage))})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_groups_train_as_in_torch(ranks: int) -> None:
+    for (order, *_), *results in zip(WAYS, *run(ranks, train_all), strict=True):
+        plain = Net()
+        of_torch = [{"params": [getattr(plain, name)], **option} for name, option in options_in(order).items()]
+        expected = train(plain, torch.optim.Adam(of_torch))
+        assert_parity({"weights": expected}, results, rtol=1e-12)
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size).double()) for size in (5, 7, 3)])
+
+    def forward(self) -> torch.Tensor:
+        return sum(p.sum() for p in self.parts)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_first_adam_step_has_size_lr(stage: int) -> None:
+    model = Sum()
+    groups = [{"params": f"parts.{i}", "lr": lr} for i, lr in enumerate((0.1, 0.01, 0.001))]
+    optimizer = shard(model, groups, bucket_bytes=1, stage=stage)
+    model().backward()
     optimizer.step()
-    for parameter, lr in zip(model, (0.1, 0.01, 0.001), strict=True):
-        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, -lr), rtol=1e-7, atol=0.0)
+    for value, lr in zip(weights_of(model, optimizer).values(), (0.1, 0.01, 0.001), strict=True):
+        torch.testing.assert_close(value, torch.full_like(value, -lr), rtol=1e-7, atol=0.0)
 
 
 def test_make_optimizer_gets_the_groups_in_order_with_their_options() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zero.cases import mlp
+from tests.zero.cases import gradients_of, mlp, weights_of
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -31,14 +31,16 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def shard(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = adamw, **more: Any) -> zero.ZeroOptimizer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return zero.shard(model, make, axis=core.Mesh(dp=size).dp, stage=0, bucket_bytes=500, **more)
+    return zero.shard(model, make, **{"axis": core.Mesh(dp=size).dp, "stage": 0, "bucket_bytes": 500, **more})
 
 
 def sgd_of(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda params: torch.optim.SGD(params, lr=lr)
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    if isinstance(optimizer, zero.ZeroOptimizer):
+        return weights_of(model, optimizer)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -52,6 +54,8 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+in_all_stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
 SCHEDULERS = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
@@ -64,10 +68,12 @@ SCHEDULERS = {
 }
 
 
+@in_all_stages
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_learning_rate_schedules_act_as_on_torchs_own(name: str) -> None:
+def test_learning_rate_schedules_act_as_on_torchs_own(name: str, stage: int) -> None:
     plain, model = model_of(), model_of()
-    pairs = [(plain, adamw(plain.parameters())), (model, shard(model))]
+    sharded = shard(model, stage=stage)
+    pairs = [(plain, adamw(plain.parameters())), (model, sharded)]
     rates: list[list[Any]] = []
     for trained, optimizer in pairs:
         schedule = SCHEDULERS[name](optimizer)
@@ -78,7 +84,7 @@ def test_learning_rate_schedules_act_as_on_torchs_own(name: str) -> None:
             rates[-1].append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
     assert rates[0] == rates[1]
     assert len(set(rates[0])) >= 4
-    assert_parity({"weights": weights(plain)}, {"weights": weights(model)}, rtol=1e-10)
+    assert_parity({"weights": weights(plain)}, {"weights": weights(model, sharded)}, rtol=1e-10)
 
 
 def test_it_is_a_torch_optimizer_that_shares_groups_and_state() -> None:
@@ -109,7 +115,8 @@ def test_step_hooks_are_called_once_per_step() -> None:
     assert calls == ["before", "after"] * 2
 
 
-def test_a_closure_recomputes_the_loss_once_with_gradients_on() -> None:
+@in_all_stages
+def test_a_closure_recomputes_the_loss_once_with_gradients_on(stage: int) -> None:
     plain, model = model_of(), model_of()
     calls = []
 
@@ -124,10 +131,10 @@ def test_a_closure_recomputes_the_loss_once_with_gradients_on() -> None:
         return closure
 
     results = []
-    for trained, optimizer in ((plain, adamw(plain.parameters())), (model, shard(model))):
+    for trained, optimizer in ((plain, adamw(plain.parameters())), (model, shard(model, stage=stage))):
         with torch.no_grad():
             losses = [optimizer.step(closure_for(trained, optimizer)).item() for _ in range(3)]
-        results.append({"loss": losses, "weights": weights(trained)})
+        results.append({"loss": losses, "weights": weights(trained, optimizer)})
     assert calls == [True] * 6
     assert_parity(results[0], results[1], rtol=1e-12)
 
@@ -155,6 +162,59 @@ def test_state_dict_continues_bit_for_bit_in_the_same_layout() -> None:
     assert_parity({"weights": weights(model)}, {"weights": weights(again)}, rtol=0.0)
 
 
+def train_as_a_script_would(stage: int | None) -> dict[str, Any]:
+    """Two ranks see the same rows, so that one process does the same; each step does something of its own."""
+    model = model_of()
+    groups = [
+        {"params": ["4.bias"], "lr": 0.1, "weight_decay": 0.0},  # of three elements: nothing on most ranks
+        {"params": []},
+        {"params": ["0.*", "2.*"], "lr": 0.02},
+        {"params": "4.weight", "lr": 0.0},
+    ]
+    if stage is None:
+        named = dict(model.named_parameters())
+        chosen = [["4.bias"], [], ["0.weight", "0.bias", "2.weight", "2.bias"], ["4.weight"]]
+        of_torch = [{**group, "params": [named[n] for n in names]} for group, names in zip(groups, chosen, strict=True)]
+        optimizer: torch.optim.Optimizer = adamw(of_torch)
+    else:
+        optimizer = shard(model, stage=stage, groups=groups)
+    schedule = lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    losses = []
+
+    def backward() -> torch.Tensor:
+        loss: torch.Tensor = model(X).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        return loss
+
+    backward()
+    optimizer.step()
+    backward()  # zero_grad was forgotten: gradients add up
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    if stage is None:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)  # nanopar's rule for a parameter that was not used
+    optimizer.step()  # no backward at all
+    schedule.step()
+    optimizer.param_groups[3]["lr"] = 0.05
+    optimizer.zero_grad()
+    optimizer.step(backward)
+    loss = model(X).square().mean()
+    optimizer.zero_grad()  # between forward and backward
+    loss.backward()
+    optimizer.step()
+    return {"loss": losses, "weights": weights(model, optimizer)}
+
+
+@in_all_stages
+def test_groups_schedules_closures_and_forgotten_calls_on_ranks(stage: int) -> None:
+    assert_parity(train_as_a_script_would(None), run(2, train_as_a_script_would, stage))
+    if stage == 3:
+        assert_parity(train_as_a_script_would(None), run(4, train_as_a_script_would, stage))
+
+
 def test_no_new_parameters_after_the_start() -> None:
     optimizer = shard(model_of())
     with pytest.raises(RuntimeError, match="takes no new parameters: close"):
@@ -170,15 +230,18 @@ class Scalar(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.tensor(value, dtype=torch.float64))
 
+    def forward(self, factor: float = 1.0, target: float = 0.0) -> torch.Tensor:
+        return self.w * factor - target
 
-def short_last_window() -> list[float]:
+
+def short_last_window(stage: int) -> list[float]:
     """Six micro-batches in windows of four: the caller divides each loss by its window's real length."""
     model = Scalar()
-    optimizer = shard(model, sgd_of(0.1), reduce="mean")
+    optimizer = shard(model, sgd_of(0.1), reduce="mean", stage=stage)
     values = []
     for length in (4, 2):
         for number in range(length):
-            loss = (model.w - 1.0).square() / 2
+            loss = model(target=1.0).square() / 2
             if number < length - 1:
                 with optimizer.no_sync():
                     (loss / length).backward()
@@ -186,55 +249,72 @@ def short_last_window() -> list[float]:
                 (loss / length).backward()
         optimizer.step()
         optimizer.zero_grad()
-        values.append(model.w.item())
+        values.append(weights(model, optimizer)["w"].item())
     return values
 
 
-def test_a_short_last_window_counts_by_its_own_length() -> None:
-    for values in run(2, short_last_window):
+@in_all_stages
+def test_a_short_last_window_counts_by_its_own_length(stage: int) -> None:
+    for values in run(2, short_last_window, stage):
         assert values == pytest.approx([0.1, 0.19], rel=1e-12)
 
 
-def four_micro_batches(no_sync: bool) -> list[float]:
+def four_micro_batches(no_sync: bool, stage: int) -> list[float]:
     """Gradients 1, 2, 3, 4 a quarter each: their mean is 2.5 in every step, the first as later ones."""
     model = Scalar()
-    optimizer = shard(model, sgd_of(1.0))
+    optimizer = shard(model, sgd_of(1.0), stage=stage)
     moved = []
     for _ in range(3):
-        before = model.w.item()
+        before = weights(model, optimizer)["w"].item()
         for gradient in (1.0, 2.0, 3.0, 4.0):
             if no_sync:
                 with optimizer.no_sync():
-                    (model.w * gradient / 4).backward()
+                    (model(gradient) / 4).backward()
             else:
-                (model.w * gradient / 4).backward()
+                (model(gradient) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
-        moved.append(before - model.w.item())
+        moved.append(before - weights(model, optimizer)["w"].item())
     return moved
 
 
+@in_all_stages
 @pytest.mark.parametrize("no_sync", [True, False])
-def test_no_micro_batch_is_lost(no_sync: bool) -> None:
-    assert run(2, four_micro_batches, no_sync) == [[2.5] * 3] * 2
+def test_no_micro_batch_is_lost(no_sync: bool, stage: int) -> None:
+    assert run(2, four_micro_batches, no_sync, stage) == [[2.5] * 3] * 2
 
 
-def clipped(max_norm: float, gradient: tuple[float, ...]) -> tuple[float, list[float], float]:
-    model = nn.ParameterList([nn.Parameter(torch.zeros(4).double())])
-    optimizer = shard(model, sgd_of(1.0))
-    (model[0] * torch.tensor(gradient).double()).sum().backward()
+def clipped(max_norm: float, gradient: tuple[float, ...], stage: int) -> tuple[float, list[float], float]:
+    """In stages 1 to 3 the 64 elements are cut in the middle: each of two ranks has one half of the norm."""
+    model = nn.Linear(64, 1, bias=False).double()
+    optimizer = shard(model, sgd_of(1.0), stage=stage)
+    model(torch.tensor(gradient).double().repeat_interleave(16) / 4).sum().backward()
     norm = optimizer.clip_grad_norm_(max_norm)
-    gradients = model[0].grad.tolist()
-    return norm.item(), gradients, optimizer.clip_grad_norm_(math.inf).item()
+    gradients = gradients_of(model, optimizer)["weight"][0, ::16] * 4
+    return norm.item(), gradients.tolist(), optimizer.clip_grad_norm_(math.inf).item()
 
 
-def test_the_norm_is_that_before_clipping() -> None:
-    for norm, gradients, norm_after in run(2, clipped, 1.0, (3.0, 0.0, 0.0, 4.0)):
+@in_all_stages
+def test_the_norm_is_that_before_clipping(stage: int) -> None:
+    for norm, gradients, norm_after in run(2, clipped, 1.0, (3.0, 0.0, 0.0, 4.0), stage):
         assert norm == 5.0
         assert gradients == pytest.approx([0.6, 0.0, 0.0, 0.8], rel=1e-6)
         assert norm_after == pytest.approx(1.0, rel=1e-6)
-    assert run(2, clipped, 10.0, (3.0, 0.0, 0.0, 4.0)) == [(5.0, [3.0, 0.0, 0.0, 4.0], 5.0)] * 2
-    assert run(1, clipped, 1.0, (0.0, 0.0, 0.0, 0.0)) == [(0.0, [0.0] * 4, 0.0)]
+    assert run(2, clipped, 10.0, (3.0, 0.0, 0.0, 4.0), stage) == [(5.0, [3.0, 0.0, 0.0, 4.0], 5.0)] * 2
+    assert run(1, clipped, 1.0, (0.0, 0.0, 0.0, 0.0), stage) == [(0.0, [0.0] * 4, 0.0)]
+
+
+def torchs_clipping_finds_nothing(stage: int) -> tuple[float, bool]:
+    model = model_of()
+    optimizer = shard(model, stage=stage)
+    model(X).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return norm.item(), all(p.grad is None for p in model.parameters()) and optimizer.clip_grad_norm_(1.0).item() > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_own_clipping_does_nothing_where_gradients_are_divided(stage: int) -> None:
+    assert run(2, torchs_clipping_finds_nothing, stage) == [(0.0, True)] * 2
 
 
 def test_torchs_own_clipping_works_too() -> None:
@@ -257,41 +337,45 @@ def test_gradients_replaced_by_the_caller_count() -> None:
     assert_parity({"weights": weights(plain)}, {"weights": weights(model)}, rtol=1e-10)
 
 
-def test_a_norm_that_is_not_finite_changes_nothing_for_good() -> None:
+@in_all_stages
+def test_a_norm_that_is_not_finite_changes_nothing_for_good(stage: int) -> None:
     plain, model = model_of(), model_of()
-    optimizer = shard(model)
+    optimizer = shard(model, stage=stage)
     for bad in (math.nan, math.inf):
+        handle = model[0].weight.register_hook(lambda gradient, bad=bad: gradient.index_fill(0, torch.tensor(0), bad))
         model(X).sum().backward()
-        model[0].weight.grad[0, 0] = bad
-        before = [p.grad.clone() for p in model.parameters()]
+        handle.remove()
+        before = gradients_of(model, optimizer)
         assert not optimizer.clip_grad_norm_(1.0).isfinite()
-        for p, gradient in zip(model.parameters(), before, strict=True):
-            torch.testing.assert_close(p.grad, gradient, rtol=0.0, atol=0.0, equal_nan=True)
+        for name, gradient in gradients_of(model, optimizer).items():
+            torch.testing.assert_close(gradient, before[name], rtol=0.0, atol=0.0, equal_nan=True)
         optimizer.zero_grad()
     for trained in (plain, model):
         trained(X).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     assert_parity(
         {"norm": expected, "gradients": gradients(plain)},
-        {"norm": optimizer.clip_grad_norm_(1.0), "gradients": gradients(model)},
+        {"norm": optimizer.clip_grad_norm_(1.0), "gradients": gradients_of(model, optimizer)},
         rtol=1e-12,
     )
 
 
-def test_a_backward_pass_through_weights_from_before_the_step_is_refused() -> None:
+@in_all_stages
+def test_a_backward_pass_through_weights_from_before_the_step_is_refused(stage: int) -> None:
     model = model_of()
-    optimizer = shard(model)
+    optimizer = shard(model, stage=stage)
     late = model(X).sum()
     one_step(model, optimizer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward()
 
 
-def test_nothing_warns() -> None:
+@in_all_stages
+def test_nothing_warns(stage: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = model_of()
-        optimizer = shard(model)
+        optimizer = shard(model, stage=stage)
         schedule = lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         for _ in range(2):
             one_step(model, optimizer)
