@@ -1,6 +1,7 @@
 """Install the freshly built wheel of one package into this environment, use it, take it out again.
 
-Its declared dependencies decide what comes along, from the folder ``dist`` alone: a strategy brings core, nothing else.
+Its declared dependencies decide what comes along, nanopar's from the folder ``dist``: a strategy brings core, nothing
+else.
 """
 
 import doctest
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+VERSION = (ROOT / "VERSION").read_text().strip()
 NEEDS = {
     "zero": {"core"},
     "tensor": {"core"},
@@ -28,7 +30,7 @@ def main() -> None:
     package = sys.argv[1]
     pip("--quiet", "uninstall", "--yes", *EVERY)
     try:
-        pip("install", "--no-index", "--find-links", str(ROOT / "dist"), f"nanopar-{package}")
+        pip("install", "--find-links", str(ROOT / "dist"), f"nanopar-{package}=={VERSION}")
         only = [sys.executable, str(Path(__file__).with_name("only.py")), package, *NEEDS.get(package, ())]
         subprocess.run(only, check=True)
         module = importlib.import_module(f"nanopar_{package}")
