@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nanopar_zero.torch_private import (
     call_at_end_of_backward,
-    copy_each,
     current_backward,
+    divide_each,
     not_compiled,
     will_accumulate,
 )
@@ -93,7 +93,12 @@ def test_what_is_not_compiled_runs_as_plain_python_between_the_compiled_parts() 
     assert compiled == [False, False]
 
 
-def test_tensors_are_copied_into_places_of_their_own_dtype() -> None:
+def test_tensors_are_divided_into_places_of_their_own_dtype() -> None:
     flat = torch.zeros(5, dtype=torch.float64)
-    copy_each([flat[:2], flat[3:]], [torch.tensor([1.0, 2.0]), torch.tensor([0.5, 4.0], dtype=torch.bfloat16)])
-    assert flat.tolist() == [1.0, 2.0, 0.0, 0.5, 4.0]
+    for dtype in (torch.float64, torch.bfloat16):
+        for divisor in (1, 4):
+            flat.zero_()
+            tensors = [torch.tensor([1.0, 2.0], dtype=dtype), torch.tensor([0.5, 4.0], dtype=dtype)]
+            divide_each([flat[:2], flat[3:]], tensors, divisor)
+            assert flat.tolist() == [1.0 / divisor, 2.0 / divisor, 0.0, 0.5 / divisor, 4.0 / divisor]
+            assert tensors[0].tolist() == [1.0, 2.0]

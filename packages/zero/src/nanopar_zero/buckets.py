@@ -31,7 +31,7 @@ from torch.autograd.graph import increment_version
 from nanopar_core import Axis, Pending, all_gather, all_reduce, broadcast, reduce_scatter
 from nanopar_zero.layout import BucketLayout
 from nanopar_zero.precision import PrecisionPolicy
-from nanopar_zero.torch_private import copy_each
+from nanopar_zero.torch_private import divide_each
 
 
 class State(Enum):
@@ -45,7 +45,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a bucket's gradient becomes global: summed over ``data_axis``, then over ``more_axes``, then divided.
+    """How a bucket's gradient becomes global: divided, then summed over ``data_axis``, then over ``more_axes``.
 
     Attributes:
         data_axis: the axis over whose ranks gradients are summed and, in stages 1 to 3, the bucket is divided.
@@ -197,7 +197,7 @@ class Bucket:
         self.waiting.discard(index)
 
     def _collect(self) -> Tensor:
-        """Move what is in ``p.grad`` into a flat gradient: zeros for None (not used)."""
+        """Move what is in ``p.grad``, divided, into a flat gradient: zeros for None (not used)."""
         flat = torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.masters.device)
         for gap in self.layout.gaps:
             flat[gap].zero_()
@@ -211,7 +211,7 @@ class Bucket:
                 places.append(view)
                 member.grad = None
         if arrived:
-            copy_each(places, arrived)
+            divide_each(places, arrived, self.reduction.divisor)
         return flat
 
     def start_reduction(self) -> None:
@@ -226,14 +226,14 @@ class Bucket:
             self.pending = all_reduce(self.gradient, axis, out=self.gradient, label="gradients", async_op=True)
 
     def finish_reduction(self, loss_scale: float) -> None:
-        """Wait, sum over the remaining axes, divide, and add to what earlier passes have left."""
+        """Wait, sum over the remaining axes, and add to what earlier passes have left."""
         assert self.pending is not None
         part = self.pending.wait()
         self.pending = self.gradient = None
         for axis in self.reduction.more_axes:
             all_reduce(part, axis, out=part, label="gradients")
-        if (divisor := self.reduction.divisor * loss_scale) != 1:
-            part.div_(divisor)
+        if loss_scale != 1:
+            part.div_(loss_scale)
         self.reduced = part if self.reduced is None else self.reduced.add_(part)
         self.state = State.REDUCED
         if not self.reduction.divided:
