@@ -1,15 +1,18 @@
 """How much communication hides behind computation: steps on ranks that a slow link joins, beside the critical path.
 
-    torchrun --nnodes 2 --nproc-per-node 1 ... benchmarks/link.py --output docs/benchmarks/link
+    hatch run bench:torchrun --nnodes 2 --nproc-per-node 1 ... benchmarks/link.py --link "200 Mbit/s" --output link-200
 
 Started by torchrun on every host, one rank each; the link between the hosts is what limits them (two network namespaces
-joined by a veth pair with ``tc qdisc add dev ... root tbf rate 200mbit burst 256kb latency 50ms`` do). Rank 0 prints:
+joined by a veth pair with ``tc qdisc add dev ... root tbf rate 200mbit burst 256kb latency 50ms`` do). Rank 0 prints a
+row for each strategy and each peer:
 
-    goodput      bytes a second that an all_gather gets through the link, both directions at once
-    critical     the shortest step that this goodput and this machine's computation allow, for the strategy's order of
-                 things: a simulation of one link and one computing rank, from times of a plain local step
-    step         seconds a step of consecutive steps, median; ratio = step / critical
+    step         seconds a step of consecutive steps, median
+    critical     the shortest step that the link's goodput and this machine's computation allow, for the strategy's
+                 order of things: a simulation of one link and one computing rank, from times of a plain local step
+    ratio        step / critical
+    computation  a plain local step, on all ranks at once
     exposed      step - computation: communication that nothing hides
+    goodput      MiB a second that an all_gather gets through the link, both directions at once
 
 What the simulation knows of each stage (b: a bucket or unit, sent when ready and the link is free):
 
@@ -24,10 +27,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,9 +44,11 @@ from torch import Tensor, nn
 import nanopar_core as core
 import nanopar_zero as zero
 from nanopar_sft import machine, peers, workload
+from nanopar_sft.compare import versions
 from nanopar_sft.setup import Setup, train_on_parts
 
 BUCKET_BYTES = 8 * 2**20
+MIB = 2**20
 
 
 @dataclass
@@ -203,10 +210,41 @@ def step_seconds(step: Callable[[Tensor], Tensor], batch: Tensor, axis: core.Axi
     return statistics.median(seconds[2:])
 
 
-def measure(name: str, setup: Setup, batch: Tensor, steps: int) -> dict[str, Any]:
+@dataclass
+class Row:
+    """One line of the table, in seconds and bytes; peers have no critical path of their own."""
+
+    strategy: str
+    step_s: float
+    computation_s: float
+    goodput_bytes_s: float
+    bytes_sent: float | None = None
+    critical_s: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The line as text."""
+        return (
+            self.strategy,
+            f"{self.step_s:.2f}",
+            "-" if self.critical_s is None else f"{self.critical_s:.2f}",
+            "-" if self.critical_s is None else f"{self.step_s / self.critical_s:.2f}",
+            f"{self.computation_s:.2f}",
+            f"{self.step_s - self.computation_s:.2f}",
+            "-" if self.bytes_sent is None else f"{self.bytes_sent / MIB:.0f}",
+            f"{self.goodput_bytes_s / MIB:.1f}",
+        )
+
+
+HEADINGS = ("strategy", "step s", "critical s", "ratio", "computation s", "exposed s", "sent MiB", "goodput MiB/s")
+
+
+def measure(name: str, setup: Setup, batch: Tensor, steps: int) -> Row:
     """One row."""
     if name in peers.PEERS:
-        return {"strategy": name, "step_s": step_seconds(peers.PEERS[name].build(setup), batch, setup.axis, steps)}
+        seconds = step_seconds(peers.PEERS[name].build(setup), batch, setup.axis, steps)
+        times = local_times(setup, batch, [""], [])
+        return Row(name, seconds, times.end_of_backward + times.update, measure_goodput(setup.axis))
     strategy = STRATEGIES[name]
     model = setup.make_model()
     optimizer = zero.shard(
@@ -224,29 +262,24 @@ def measure(name: str, setup: Setup, batch: Tensor, steps: int) -> dict[str, Any
         return loss
 
     seconds = step_seconds(step, batch, setup.axis, steps)
-    goodput = measure_goodput(setup.axis)
     share = (setup.axis.size - 1) / setup.axis.size
     sizes = {id(b): b.parameters.numel() * b.parameters.element_size() * share for b in optimizer.reducer.buckets}
     names = [[slot.item.name for slot in bucket.layout.slots] for bucket in optimizer.reducer.buckets]
     units = optimizer.windows.units if strategy.stage else []
     unit_names = [unit.name for unit in units] or [""]
     unit_bytes = [_own_bytes(unit.buckets, unit.name, units, sizes) for unit in units] or [0.0]
+    bucket_bytes = [sizes[id(bucket)] for bucket in optimizer.reducer.buckets]
     optimizer.close()
+    goodput = measure_goodput(setup.axis)
     times = local_times(setup, batch, unit_names, names)
-    computation = times.end_of_backward + times.update
-    critical = critical_path(
-        strategy.stage, times, goodput, [sizes[id(b)] for b in optimizer.reducer.buckets], unit_bytes
+    return Row(
+        name,
+        seconds,
+        times.end_of_backward + times.update,
+        goodput,
+        sum(bucket_bytes) * (3 if strategy.stage == 3 else 2),
+        critical_path(strategy.stage, times, goodput, bucket_bytes, unit_bytes),
     )
-    return {
-        "strategy": name,
-        "step_s": seconds,
-        "critical_s": critical,
-        "ratio": seconds / critical,
-        "computation_s": computation,
-        "exposed_s": seconds - computation,
-        "goodput_bytes_s": goodput,
-        "bytes_sent": sum(sizes.values()) * (3 if strategy.stage == 3 else 2),
-    }
 
 
 def _own_bytes(buckets: Sequence[Any], name: str, units: Sequence[Any], sizes: dict[int, float]) -> float:
@@ -264,6 +297,18 @@ def _own_bytes(buckets: Sequence[Any], name: str, units: Sequence[Any], sizes: d
     return total
 
 
+def markdown(rows: Sequence[Row], title: str) -> str:
+    """The table in Markdown."""
+    lines = [HEADINGS, *(row.cells for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    padded = [
+        " | ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    padded.insert(1, " | ".join(["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]))
+    return f"# {title}\n\n" + "".join(f"| {line} |\n" for line in padded)
+
+
 def main() -> None:
     """Measure all rows on all ranks; rank 0 prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,8 +317,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each row")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences of all ranks together")
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--link", default="", help="what the link is, for the table")
-    parser.add_argument("--output", type=Path, help="write this name with .json")
+    parser.add_argument("--link", default="a link", help="what the link is, for the title")
+    parser.add_argument("--output", type=Path, help="write this name with .json and .md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with core.launch(device="cpu", seed=workload.SEED) as world:
@@ -285,13 +330,17 @@ def main() -> None:
         for name in options.rows.split(","):
             rows.append(measure(name, setup, batch, options.steps))
             if world.rank == 0:
-                print(
-                    json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in rows[-1].items()}),
-                    flush=True,
-                )
+                print(*rows[-1].cells, sep="\t", flush=True)
         if world.rank == 0 and options.output:
-            about = {"link": options.link, "model": options.model, "machine": machine.description(), "rows": rows}
+            about = {
+                "command": shlex.join(["benchmarks/link.py", *sys.argv[1:]]),
+                "versions": versions(),
+                "machine": machine.description(),
+                "rows": [asdict(row) for row in rows],
+            }
+            title = f"{options.model} on {world.size} ranks joined by {options.link}"
             options.output.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            options.output.with_suffix(".md").write_text(markdown(rows, title), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ on a CPU; the fastest in CPU time is the peer that the others are timed beside. 
 timed. CPU time is that of all threads; on a machine that others use too it is the steadier of the two. A ratio is
 theirs / ours, of medians: above 1 ours is faster.
 
-The share that is not matrix multiplication comes from a torch.profiler profile of one step: 1 - (time within the
+The share that is not matrix multiplication comes from torch.profiler's profiles of single steps: 1 - (time within the
 products themselves: mm, addmm, bmm, grouped_mm and the attention kernels) / (time of the step).
 
 With ``--output`` every row is written when it is done. Rows of the same machine and versions that are there already
@@ -139,12 +139,15 @@ def try_implementations(theirs: Any, ids: Tensor) -> dict[str, float | str]:
 
 
 def other_share(model: Any, ids: Tensor) -> float:
-    """The share of a step's time that is not matrix multiplication."""
-    with torch.profiler.profile() as profile, torch.profiler.record_function("step"):
-        step(model, ids)
-    events = {event.key: event for event in profile.key_averages()}
-    products = sum(event.self_cpu_time_total for key, event in events.items() if key.startswith(PRODUCTS))
-    return float(1 - products / events["step"].cpu_time_total)
+    """The share of a step's time that is not matrix multiplication: the median of three steps."""
+    shares = []
+    for _ in range(3):
+        with torch.profiler.profile() as profile, torch.profiler.record_function("step"):
+            step(model, ids)
+        events = {event.key: event for event in profile.key_averages()}
+        products = sum(event.self_cpu_time_total for key, event in events.items() if key.startswith(PRODUCTS))
+        shares.append(1 - products / events["step"].cpu_time_total)
+    return float(statistics.median(shares))
 
 
 def measure(name: str, dtype: str, threads: int, pairs: int, compiled: bool) -> Row:

@@ -81,11 +81,10 @@ def test_layers_traced_without_a_compiler(make_pair, counters):
     assert [name for name, _ in pair.ours.named_parameters()] == names == list(pair.ours.state_dict())
 
 
-@pytest.mark.parametrize("option", ["recompute", "noise"])
-def test_options_of_the_layers(make_pair, counters, option):
+def test_recomputed_layers_with_a_noisy_router(make_pair, counters):
     """Recomputation and the stochastic router are traced too; results are those of the model that is not compiled."""
-    plain, compiled = (make_pair(router_noise=option == "noise", num_hidden_layers=1).ours.train() for _ in range(2))
-    compiled.set_recompute(option == "recompute")
+    plain, compiled = (make_pair(router_noise=True, num_hidden_layers=1).ours.train() for _ in range(2))
+    compiled.set_recompute(True)
     for layer in compiled.model.layers:
         layer.compile(dynamic=True, backend="aot_eager")
     ids, samples = tokens(2, 24), torch.arange(2)

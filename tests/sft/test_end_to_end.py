@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nanopar_sft import __main__ as cli
 from nanopar_sft import metrics, same
 
 SMALL = "--steps 3 --train-rows 48 --eval-rows 5 --batch-size 8 --max-new-tokens 4 --layers 1 --warmup 0 --plot false"
@@ -26,9 +27,8 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_train_and_eval_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = run("nanopar_sft", "train", *SMALL.split(), "--output-dir", "one", cwd=tmp_path)
-    assert one.returncode == 0, one.stderr
+def test_one_rank_two_ranks_and_torchrun_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *SMALL.split(), "--output-dir", str(tmp_path / "one")]) == 0
     two = run("nanopar_sft", "train", *SMALL.split(), "--output-dir", "two", "--nproc", "2", cwd=tmp_path)
     assert two.returncode == 0, two.stderr
     assert "2 rank(s)" in two.stderr
@@ -42,13 +42,12 @@ def test_train_and_eval_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert record["collectives"]["all_reduce/dp"]["calls"] == 1  # one bucket holds the whole model
     assert record["collectives"]["all_gather/dp"] == {"calls": 1, "bytes": 16}  # loss and memory, two numbers
 
-    result = run(
-        *("nanopar_sft", "eval", "--model", "two", "--eval-rows", "5", "--max-new-tokens", "4", "--nproc", "2"),
-        *("--output-dir", "evaluated"),
-        cwd=tmp_path,
+    capsys.readouterr()
+    evaluation = (
+        f"eval --model {tmp_path / 'two'} --eval-rows 5 --max-new-tokens 4 --output-dir {tmp_path / 'evaluated'}"
     )
-    assert result.returncode == 0, result.stderr
-    last = json.loads(result.stdout.strip().splitlines()[-1])
+    assert cli.main(evaluation.split()) == 0
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert last["total"] == 5
     assert last["accuracy"] == last["correct"] / 5
     assert json.loads((tmp_path / "evaluated" / "eval.json").read_text()) == last

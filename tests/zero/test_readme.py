@@ -19,12 +19,18 @@ def block(kind: str, number: int) -> str:
     return re.findall(rf"```{kind}\n(.*?)```", README, flags=re.DOTALL)[number]
 
 
-@pytest.mark.parametrize(("number", "largest_loss"), [(0, 0.2), (1, 1.0)], ids=["Linear", "Qwen3"])
-def test_the_examples_run(number: int, largest_loss: float) -> None:
-    if number:
-        pytest.importorskip("transformers")
+@pytest.mark.parametrize(
+    ("number", "needs", "largest_loss"),
+    [(0, "torch", 0.2), (1, "transformers", 1.0), (2, "peft", 4.0)],
+    ids=["Linear", "Qwen3", "LoRA"],
+)
+def test_the_examples_run(
+    number: int, needs: str, largest_loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(needs)
+    monkeypatch.chdir(tmp_path)
     example = block("python", number)
-    assert len([line for line in example.splitlines() if line]) <= 17
+    assert len([line for line in example.splitlines() if line]) <= 18
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
     assert names["loss"].item() < largest_loss

@@ -1,6 +1,7 @@
 """One candidate of ``compare`` in processes of its own: ``python -m nanopar_sft.measure CANDIDATE FOLDER PARENT``.
 
-    not a rank -> starts the ranks -> each:   step 0, 1   warm up    | torch's allocations counted,
+    not a rank -> starts the ranks -> each:   a plain local model, trained and dropped
+                                              step 0, 1   warm up    | torch's allocations counted,
                                               step 2      memory     | from before the model is built
                                               step 3      collectives counted
                                               then ``pairs`` times: barrier, [the candidate's step]
@@ -130,6 +131,7 @@ class Measurement:
             report.losses = [self._step(step, number) for number in range(things_to_do(self.config))]
             return report
         candidate = CANDIDATES[name]
+        self._warm_up_allocator()
         step = self._memory(candidate, report, with_activations=name == LOCAL)
         self._calls(candidate, step, report)
         self._pairs(candidate, step, report)
@@ -147,6 +149,15 @@ class Measurement:
         if self.progress is not None:
             with self.progress.open("a") as file:
                 file.write(".")
+
+    def _warm_up_allocator(self) -> None:
+        """Without this the first model of a process, the candidate's, would compute a few percent slower than the next.
+
+        Its memory would come fresh from the kernel, that of the next one partly from what the first has freed.
+        """
+        step = local(self.setup)
+        for number in range(WARM_UP_STEPS):
+            step(self._batch(number))
 
     def _memory(self, candidate: Candidate, report: Report, *, with_activations: bool) -> Step:
         with MemoryCounter(self.device) as counter:
