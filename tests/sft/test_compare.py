@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.nn import functional as F
 
 import nanopar_models as models
+from nanopar_core.testing import assert_parity
 from nanopar_sft import __main__ as cli
 from nanopar_sft import peers, workload
 
@@ -138,7 +138,7 @@ def test_losses_are_those_of_plain_training(report: dict[str, Any]) -> None:
     for part, rank in zip(ids.chunk(2), row(report, "torch-ddp")["reports"], strict=True):
         logits = model(input_ids=part).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
-        assert rank["losses"][0] == pytest.approx(loss.item(), rel=1e-5)
+        assert_parity({"loss": loss}, {"loss": rank["losses"][0]}, rtol=1e-5)
 
 
 def test_ratios_and_raw_times(report: dict[str, Any]) -> None:
@@ -230,5 +230,5 @@ def test_generated_models(name: str) -> None:
         "moe": 2 * 4096 * 256 + 4096 + 6 * moe_layer + 2 * 256,
     }
     assert sum(p.numel() for p in model.parameters()) == sizes[name]
-    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+    assert_parity({"weights": model.state_dict()}, {"weights": again.state_dict()}, rtol=0.0)
     assert model.training

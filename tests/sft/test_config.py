@@ -162,7 +162,7 @@ def test_configuration_is_frozen() -> None:
         (["--steps", "2.5"], "steps=2.5: must be a valid integer"),
         (["--seq_len", "0"], "seq_len=0: must be greater than or equal to 2"),
         (["--steps", "0"], "steps=0: must be greater than or equal to 1"),
-        (["--precision", "fp8"], "precision=fp8: must be 'fp32' or 'bf16'"),
+        (["--precision", "fp8"], "precision=fp8: must be 'fp32', 'bf16' or 'fp16'"),
         (["--log", "wandb"], "log=wandb: must be 'none' or 'tensorboard'"),
         (["--plot", "maybe"], "plot=maybe: must be a valid boolean"),
         (["--betas", "0.9,1.5"], "betas=1.5: must be less than 1"),

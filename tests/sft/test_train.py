@@ -236,12 +236,15 @@ def test_right_answers_are_counted(model_dir: Path, tmp_path: Path, monkeypatch:
     assert (result.strict, result.flexible, result.total) == (0, 8, 10)
 
 
-def test_bf16_trains_near_fp32_and_saves_bf16(model_dir: Path, tmp_path: Path) -> None:
-    train.run(config_for(model_dir, tmp_path / "a", "--precision", "bf16"))
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_16_bits_train_near_fp32_and_are_saved(
+    model_dir: Path, tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
+    train.run(config_for(model_dir, tmp_path / "a", "--precision", precision))
     train.run(config_for(model_dir, tmp_path / "b"))
     one, two = (reported(tmp_path / name)["loss"] for name in "ab")
     testing.assert_parity({"loss": two}, {"loss": one}, rtol=2e-2)
-    assert next(models.load(tmp_path / "a").parameters()).dtype is torch.bfloat16
+    assert next(models.load(tmp_path / "a").parameters()).dtype is dtype
 
 
 def test_frozen_parameters_stay(model_dir: Path, tmp_path: Path) -> None:
@@ -251,7 +254,10 @@ def test_frozen_parameters_stay(model_dir: Path, tmp_path: Path) -> None:
         assert torch.equal(before[name], after[name]) == ("embed_tokens" in name or "router" in name), name
 
 
-def test_a_step_that_is_not_finite_is_skipped(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_is_not_finite_is_skipped(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
     seen = []
     right = models.PhiMoE.forward
 

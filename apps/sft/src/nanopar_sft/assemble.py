@@ -177,7 +177,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def build_optimizer(config: Config, model: nn.Module, axis: Axis) -> zero.ZeroOptimizer:
     """Data parallelism over ``axis`` with fused AdamW; gradients are summed: each loss is a share of the step's."""
-    policy = zero.PrecisionPolicy(param_dtype=torch.bfloat16) if config.precision == "bf16" else None
+    dtype = saved_dtype(config)
+    policy = None if dtype is torch.float32 else zero.PrecisionPolicy(param_dtype=dtype)
     return zero.shard(
         model,
         lambda groups: torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True),
@@ -190,8 +191,8 @@ def build_optimizer(config: Config, model: nn.Module, axis: Axis) -> zero.ZeroOp
 
 
 def saved_dtype(config: Config) -> torch.dtype:
-    """The dtype in which finished weights are written."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    """The dtype in which the model computes, and in which finished weights are written."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
 
 
 def generation_config(chat: Chat) -> Mapping[str, Any]:

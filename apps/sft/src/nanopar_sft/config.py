@@ -158,7 +158,9 @@ class Config(BaseSettings):
     router_jitter_noise: OptionalFloat = key(
         None, "Model", MODEL, "sparsemixer's tolerance to near ties, instead of the checkpoint's own (none)", ge=0
     )
-    precision: Literal["fp32", "bf16"] = key("fp32", "Model", MODEL, "arithmetic; bf16 trains with fp32 master weights")
+    precision: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", "Model", MODEL, "arithmetic; bf16 and fp16 train with fp32 master weights, fp16 with a scaled loss"
+    )
 
     # Data
     data: str = key("synthetic", "Data", DATA, "synthetic, gsm8k, FILE.jsonl, directory, or hub id as org/name:split")

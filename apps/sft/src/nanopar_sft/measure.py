@@ -1,21 +1,25 @@
 """One candidate of ``compare`` in processes of its own: ``python -m nanopar_sft.measure CANDIDATE FOLDER PARENT``.
 
-    not a rank -> starts the ranks -> each:   a plain local model, trained and dropped
-                                              step 0, 1   warm up    | torch's allocations counted,
-                                              step 2      memory     | from before the model is built
-                                              step 3      collectives counted
+    not a rank -> starts the ranks -> each:   step 0, 1   warm up
+                                              step 2      collectives counted
                                               then ``pairs`` times: barrier, [the candidate's step]
                                                                     barrier, [a plain local step]
                                                                     barrier, [the collectives it needs, alone]
+                                              all dropped, and the candidate built once more:
+                                              step 0, 1   warm up    | torch's allocations counted,
+                                              step 2      memory     | from before the model is built
 
 All ranks do the same at the same time, so the three clocks of a turn see the same load of the machine: figures are
-ratios inside a turn. FOLDER holds ``config.yaml``; a rank leaves ``rank-N.json`` or ``error-N.txt``, and rank 0 a byte
+ratios inside a turn. A model that is built later computes a few percent faster than one that was built first, in memory
+fresh from the kernel: so the plain steps are in turn those of a model built before the candidate, and of one built
+after it. FOLDER holds ``config.yaml``; a rank leaves ``rank-N.json`` or ``error-N.txt``, and rank 0 a byte
 in ``progress`` for each step or turn. PARENT is the process that waits for all this. The candidate ``reference`` gives
 the losses of plain training in one process.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -42,7 +46,7 @@ T = TypeVar("T")
 
 REFERENCE = "reference"
 WARM_UP_STEPS = 2
-STEPS_BEFORE_PAIRS = WARM_UP_STEPS + 2  # one for memory, one for the collectives
+STEPS_BEFORE_PAIRS = WARM_UP_STEPS + 1  # in which collectives are counted
 PIECE_BYTES = 25 * 2**20  # the floor's collectives go in pieces of this size, as real ones do
 CONFIG, PROGRESS = "config.yaml", "progress"
 
@@ -86,7 +90,7 @@ class Report:
 
 def things_to_do(config: Config) -> int:
     """The bytes that ``progress`` has at the end, for every name."""
-    return STEPS_BEFORE_PAIRS + config.pairs
+    return STEPS_BEFORE_PAIRS + config.pairs + WARM_UP_STEPS + 1
 
 
 def main(arguments: list[str]) -> int:
@@ -128,14 +132,20 @@ class Measurement:
         report = Report(self.parameters)
         if name == REFERENCE:
             step = local(self.setup)
-            report.losses = [self._step(step, number) for number in range(things_to_do(self.config))]
+            report.losses = [self._step(step, number) for number in range(STEPS_BEFORE_PAIRS + self.config.pairs)]
             return report
         candidate = CANDIDATES[name]
-        self._warm_up_allocator()
-        step = self._memory(candidate, report, with_activations=name == LOCAL)
-        self._calls(candidate, step, report)
-        self._pairs(candidate, step, report)
+        self._time_and_count(candidate, report)
+        gc.collect()  # the models are gone
+        self._memory(candidate, report, with_activations=name == LOCAL)
         return report
+
+    def _time_and_count(self, candidate: Candidate, report: Report) -> None:
+        earlier = self._plain()
+        step = candidate.build(self.setup)
+        report.losses += [self._step(step, number) for number in range(WARM_UP_STEPS)]
+        self._calls(candidate, step, report)
+        self._pairs(candidate, step, (earlier, self._plain()), report)
 
     def _batch(self, number: int) -> Tensor:
         return workload.batch(number, self.config.batch_size, self.config.seq_len, self.vocabulary)
@@ -150,21 +160,13 @@ class Measurement:
             with self.progress.open("a") as file:
                 file.write(".")
 
-    def _warm_up_allocator(self) -> None:
-        """Without this the first model of a process, the candidate's, would compute a few percent slower than the next.
-
-        Its memory would come fresh from the kernel, that of the next one partly from what the first has freed.
-        """
-        step = local(self.setup)
-        for number in range(WARM_UP_STEPS):
-            step(self._batch(number))
-
-    def _memory(self, candidate: Candidate, report: Report, *, with_activations: bool) -> Step:
+    def _memory(self, candidate: Candidate, report: Report, *, with_activations: bool) -> None:
         with MemoryCounter(self.device) as counter:
             step = candidate.build(self.setup)
-            report.losses += [self._step(step, number) for number in range(WARM_UP_STEPS)]
+            for number in range(WARM_UP_STEPS):
+                self._step(step, number)
             with counter.window("step"):
-                report.losses.append(self._step(step, WARM_UP_STEPS))
+                self._step(step, WARM_UP_STEPS)
             if with_activations:
                 model = self.setup.make_model()
                 for parameter in model.parameters():
@@ -177,24 +179,28 @@ class Measurement:
         if with_activations:
             window = counter.windows["activations"]
             report.activation_bytes = window.peak - window.start
-        return step
 
     def _calls(self, candidate: Candidate, step: Step, report: Report) -> None:
         """nanopar's collectives by its ledger: some are made of torch's point-to-point ones."""
         with core.ledger() as book:
             if candidate.kind == "peer":
                 with CallCounter() as counter:
-                    loss = self._step(step, WARM_UP_STEPS + 1)
+                    loss = self._step(step, WARM_UP_STEPS)
                 report.calls = dict(counter.calls)
             else:
-                loss = self._step(step, WARM_UP_STEPS + 1)
+                loss = self._step(step, WARM_UP_STEPS)
                 report.calls = dict(Counter(record.op for record in book.records))
                 report.bytes_modelled = sum(record.bytes for record in book.records)
         report.losses.append(loss)
 
-    def _pairs(self, candidate: Candidate, step: Step, report: Report) -> None:
+    def _plain(self) -> Step:
+        """Plain local training, warm."""
         plain = local(self.setup)
-        plain(self._batch(0))
+        for number in range(WARM_UP_STEPS):
+            plain(self._batch(number))
+        return plain
+
+    def _pairs(self, candidate: Candidate, step: Step, plain: tuple[Step, Step], report: Report) -> None:
         collectives = self._collectives(candidate)
         collectives()
         for number in range(self.config.pairs):
@@ -205,7 +211,7 @@ class Measurement:
             report.bytes_written.append(None if before is None or after is None else after - before)
             report.losses.append(loss.item())
             self._barrier_and_count()
-            self._time(partial(plain, batch), report.local)
+            self._time(partial(plain[number % 2], batch), report.local)
             self._barrier_and_count()
             self._time(collectives, report.collectives)
             self._report_progress()

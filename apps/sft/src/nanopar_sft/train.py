@@ -164,12 +164,12 @@ class Trainer:
                     sample_ids=micro.sample_ids.to(device),
                     num_items_in_batch=counted,
                 )
-                output.loss.backward()
+                self.optimizer.scale(output.loss).backward()
                 loss += output.loss.detach()
         norm = self.optimizer.clip_grad_norm_(math.inf if config.clip is None else config.clip)
         grad_norm = norm.item()  # equal on all ranks, hence so is the decision
         finite = math.isfinite(grad_norm)
-        if finite:
+        if finite or config.precision == "fp16":  # which skips by itself, and then lowers its loss scale
             self.optimizer.step()
         losses_and_peaks = torch.stack(
             [loss.double(), torch.tensor(float(machine.peak_memory_bytes(device)), dtype=torch.float64, device=device)]
@@ -279,7 +279,7 @@ def _describe(config: Config, chat: Chat, batches: Batches, total_steps: int, le
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     stage, ranks = STAGES[config.zero], config.dp or 1
-    compute, masters = (2, 4) if config.precision == "bf16" else (4, 0)
+    compute, masters = (4, 0) if config.precision == "fp32" else (2, 4)
     frozen = (parameters - trained) * compute // (ranks if stage.divides_parameters else 1)
     state = frozen + stage.state_bytes(trained, ranks, parameter=compute, master=masters)
     tokens = sum(len(example.input_ids) for example in batches.examples)
