@@ -1,5 +1,6 @@
 """The README's example runs, and its timeline is what a step really does."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import nanopar_core as core
 import nanopar_zero as zero
 from nanopar_core.testing import run
 
-README = (Path(__file__).parents[2] / "packages" / "zero" / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "packages" / "zero" / "README.md").read_text()
 
 
 def block(kind: str, number: int) -> str:
@@ -34,6 +36,16 @@ def test_the_examples_run(
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)
     assert names["loss"].item() < largest_loss
+
+
+def test_the_measured_memory_is_that_of_the_published_benchmark() -> None:
+    report = json.loads((ROOT / "docs" / "benchmarks" / "compare-dense.json").read_text())
+    peaks = {row["strategy"]: row["peak_memory_bytes"] for row in report["rows"]}
+    rows = re.findall(r"^\| (zero\S+) \| .* \| ([\d.]+) \| ([\d.]+) \|$", README, flags=re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["zero0", "zero1", "zero2", "zero3", "zero3-keep"]
+    for name, computed, measured in rows:
+        assert measured == f"{peaks[name] / 2**20:.1f}"
+        assert abs(float(computed) - float(measured)) <= 0.1
 
 
 def timeline(stage: int) -> list[str]:
