@@ -1,0 +1,285 @@
+"""``parallelize``: divide a model's weights over an axis, by a plan.
+
+    plan --matches--> names and styles --checks--> one ValueError, or nothing was touched yet
+         --each style--> this rank's part of the weights, in modules that communicate --> specs
+
+Heads are never cut: where the module around a projection says ``head_dim``, whole heads are divided. With fewer key and
+value heads than ranks each is held by several ranks, whose gradients of it are then partial sums:
+
+    2 kv heads, 4 ranks    q heads  0 1 | 2 3 | 4 5 | 6 7        axis.split(2): tp_outer divides the kv heads,
+                           kv head    0 |   0 |   1 |   1        tp_inner sums the gradients of the copies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from nanopar_core import Axis, ParamSpec, Shard, as_axis
+from nanopar_core.grid import split_sizes
+from nanopar_tensor.embedding import VocabParallelEmbedding
+from nanopar_tensor.experts import sum_over_ranks
+from nanopar_tensor.linear import ColumnGroup, ColumnLinear, RowLinear
+from nanopar_tensor.plan import matches, plan_of
+from nanopar_tensor.sharding import part_of
+
+COLUMN = ("colwise", "colwise_gather_output")
+M = TypeVar("M", bound=nn.Module)
+GROUPS_ATTRIBUTE = "num_key_value_groups"  # how Hugging Face's attention modules call query heads per kv head
+
+
+def parallelize(
+    model: nn.Module, plan: Mapping[str, str] | None, axis: Axis | DeviceMesh | ProcessGroup
+) -> dict[str, ParamSpec]:
+    """Divide ``model`` over the ranks of ``axis``, in place; all ranks hold the same whole model before.
+
+    Afterwards the model computes on every rank what it did before, from the same input: give all ranks of the axis
+    equal batches. Names of parameters stay.
+
+    Args:
+        model: any module. Its dropout must be 0 where activations are divided.
+        plan: styles by name pattern from the model's root (see ``nanopar_tensor.plan``); None: what the model carries.
+        axis: of the tensor-parallel ranks.
+
+    Returns:
+        The specs of the parameters that the plan names, for ``nanopar_zero.shard``, clipping and checkpoints.
+
+    Raises:
+        ValueError: before anything is touched: an unknown style, a pattern that matches nothing, a size or a number of
+            heads that the ranks do not divide, a module of a kind that the style does not fit, or tied weights that
+            only one of their modules divides.
+    """
+    axis = as_axis(axis, "tp")
+    styles = matches(model, plan_of(model) if plan is None else plan, is_carried=plan is None)
+    planner = _Planner(model, styles, axis)
+    pieces = [planner.piece(name, style) for name, style in styles.items()]
+    _check_ties(model, pieces)
+    _check_dropout(model)
+    if axis.size == 1 and not axis.communicates:
+        return {}
+    specs = _Division(model, axis).apply(pieces)
+    return {name: specs[name] for name, _ in model.named_parameters() if name in specs}
+
+
+@dataclass
+class _Piece:
+    """One entry of the plan: a module or a parameter, and the specs of its parameters."""
+
+    name: str
+    style: str
+    module: nn.Module  # for a parameter, the one that owns it
+    specs: dict[str, ParamSpec]
+    replicas: int = 1  # ranks that hold the same key and value head
+    queries: int = 0  # query heads of the same attention, where there are replicas
+
+
+class _Planner:
+    """Checks the entries of a plan one by one, and works out their specs."""
+
+    def __init__(self, model: nn.Module, styles: Mapping[str, str], axis: Axis) -> None:
+        self.model, self.styles, self.axis = model, styles, axis
+        self.split_axes: dict[int, tuple[Axis, Axis]] = {}  # by number of kv heads
+
+    def piece(self, name: str, style: str) -> _Piece:
+        """One entry; raises ``ValueError`` where style, module and sizes do not fit."""
+        if style == "packed_colwise":
+            return self._stacked(name, style, dim=1, sections=2)
+        if style == "rowwise" and self._is_parameter(name):
+            return self._stacked(name, style, dim=2)
+        if self._is_parameter(name):
+            raise ValueError(f"{name} is {style} by plan, which is for modules, but it is a parameter")
+        module = self.model.get_submodule(name)
+        if style in COLUMN:
+            return self._column(name, style, self._of_kind(nn.Linear, name, style))
+        if style == "rowwise":
+            features = self._of_kind(nn.Linear, name, style).in_features
+            self._check_heads(name, features)
+            self._check_divisible(name, "input features", features)
+            return _Piece(name, style, module, self._specs(name, module, weight=ParamSpec((Shard(self.axis, 1),))))
+        if style == "embedding_rowwise":
+            spec = self._of_vocabulary(self._of_kind(nn.Embedding, name, style).num_embeddings)
+            return _Piece(name, style, module, {f"{name}.weight": spec})
+        if style == "replicated_with_grad_allreduce":
+            own = {f"{name}.{n}": ParamSpec(grad_sum=(self.axis,)) for n, _ in module.named_parameters()}
+            return _Piece(name, style, module, own)
+        return _Piece(name, style, module, {})
+
+    def _of_kind(self, kind: type[M], name: str, style: str) -> M:
+        module = self.model.get_submodule(name)
+        if type(module) is not kind:
+            raise ValueError(f"{name} is {style} by plan, which is for {kind.__name__}, not {type(module).__name__}")
+        return module
+
+    def _column(self, name: str, style: str, module: nn.Linear) -> _Piece:
+        features = module.out_features
+        if style == "colwise_gather_output":
+            spec = self._of_vocabulary(features)
+            return _Piece(name, style, module, self._specs(name, module, weight=spec, bias=spec))
+        heads = self._heads(name, features)
+        size = self.axis.size
+        if heads and heads < size and size % heads == 0:
+            if heads not in self.split_axes:
+                self.split_axes[heads] = self.axis.split(heads)
+            outer, inner = self.split_axes[heads]
+            spec = ParamSpec((Shard(outer, 0),), grad_sum=(inner,))
+            specs = self._specs(name, module, weight=spec, bias=spec)
+            return _Piece(name, style, module, specs, replicas=inner.size, queries=self._query_heads(name))
+        self._check_heads(name, features)
+        self._check_divisible(name, "output features", features)
+        spec = ParamSpec((Shard(self.axis, 0),))
+        return _Piece(name, style, module, self._specs(name, module, weight=spec, bias=spec))
+
+    def _stacked(self, name: str, style: str, *, dim: int, sections: int = 1) -> _Piece:
+        if not self._is_parameter(name):
+            raise ValueError(f"{name} is {style} by plan, which is for a parameter of stacked experts")
+        parameter = self.model.get_parameter(name)
+        if parameter.dim() != 3:
+            raise ValueError(f"{name} is {style} by plan, which is for [E, .., ..], not {list(parameter.shape)}")
+        width = parameter.shape[dim] // sections
+        self._check_divisible(name, f"dim {dim}", width)
+        parts = (width,) * sections if sections > 1 else None
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        return _Piece(name, style, owner, {name: ParamSpec((Shard(self.axis, dim, sections=parts),))})
+
+    def _of_vocabulary(self, entries: int) -> ParamSpec:
+        """Uneven where the ranks do not divide it: the first ones have one more."""
+        sizes = split_sizes(entries, self.axis.size)
+        return ParamSpec((Shard(self.axis, 0, sizes=sizes if len(set(sizes)) > 1 else None),))
+
+    def _specs(self, name: str, module: nn.Module, **specs: ParamSpec) -> dict[str, ParamSpec]:
+        return {f"{name}.{child}": specs.get(child, ParamSpec()) for child, _ in module.named_parameters(recurse=False)}
+
+    def _is_parameter(self, name: str) -> bool:
+        owner, _, child = name.rpartition(".")
+        return child in dict(self.model.get_submodule(owner).named_parameters(recurse=False))
+
+    def _heads(self, name: str, features: int) -> int:
+        """The number of heads of a projection; 0 where the module around it says no ``head_dim``."""
+        head_dim = getattr(self.model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+        return features // head_dim if isinstance(head_dim, int) and features % head_dim == 0 else 0
+
+    def _query_heads(self, name: str) -> int:
+        """Those of the widest projection beside this one."""
+        parent = name.rpartition(".")[0]
+        beside = [other for other in self.styles if self.styles[other] == "colwise" and other.startswith(f"{parent}.")]
+        return max(self._heads(other, self._of_kind(nn.Linear, other, "colwise").out_features) for other in beside)
+
+    def _check_heads(self, name: str, features: int) -> None:
+        heads = self._heads(name, features)
+        if heads and heads % self.axis.size:
+            raise ValueError(
+                f"{name} has {heads} heads, which {self.axis.size} ranks of axis {self.axis.name} do not divide; "
+                f"use a number of ranks that divides {heads}" + (", or a multiple of it for kv heads" * (heads > 1))
+            )
+
+    def _check_divisible(self, name: str, what: str, size: int) -> None:
+        if size % self.axis.size:
+            raise ValueError(
+                f"{name} has {size} {what}, which {self.axis.size} ranks of axis {self.axis.name} do not divide"
+            )
+
+
+def _check_ties(model: nn.Module, pieces: list[_Piece]) -> None:
+    """A weight that several modules share must be divided alike by all of them."""
+    specs = {name: spec for piece in pieces for name, spec in piece.specs.items()}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for first, *others in names.values():
+        for other in others:
+            one, two = (specs.get(name, ParamSpec()) for name in (first, other))
+            if one != two:
+                divided, left = (first, other) if first in specs else (other, first)
+                raise ValueError(
+                    f"{first} and {other} are one weight, and the plan divides {divided} in another way than {left}: "
+                    'divide both alike, such as "embedding_rowwise" for an embedding tied to a divided head'
+                )
+
+
+def _check_dropout(model: nn.Module) -> None:
+    """Random numbers of a divided tensor would depend on the number of ranks."""
+    for name, module in model.named_modules():
+        p = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        p = p or getattr(module, "attention_dropout", 0.0)
+        if isinstance(p, float) and p > 0:
+            raise ValueError(f"{name} has dropout {p:g}: its random numbers would depend on the ranks; set it to 0")
+
+
+class _Division:
+    """Carries out a checked plan; weights that several modules share stay shared."""
+
+    def __init__(self, model: nn.Module, axis: Axis) -> None:
+        self.model, self.axis = model, axis
+        self.done: dict[int, nn.Parameter] = {}
+        self.groups: dict[tuple[str, int], ColumnGroup] = {}
+
+    def apply(self, pieces: list[_Piece]) -> dict[str, ParamSpec]:
+        """Replace modules and weights; the specs of all."""
+        specs: dict[str, ParamSpec] = {}
+        for piece in pieces:
+            specs |= piece.specs
+            if piece.style in COLUMN:
+                self._column(piece)
+            elif piece.style == "rowwise" and isinstance(piece.module, nn.Linear):
+                self._row(piece)
+            elif piece.style in ("rowwise", "packed_colwise"):
+                self._parameter(piece)
+            elif piece.style == "embedding_rowwise":
+                self._embedding(piece)
+            elif piece.style == "moe_tp_experts":
+                sum_over_ranks(piece.module, self.axis, piece.name)
+        return specs
+
+    def _part(self, owner: nn.Module, name: str, spec: ParamSpec) -> nn.Parameter | None:
+        whole = getattr(owner, name, None)
+        if whole is None:
+            return None
+        if id(whole) not in self.done:
+            part = nn.Parameter(part_of(whole.detach(), spec).clone(), requires_grad=whole.requires_grad)
+            self.done[id(whole)] = self.done[id(part)] = part
+            self.done[-id(whole)] = whole  # keeps the id from being given to another
+        return self.done[id(whole)]
+
+    def _replace(self, piece: _Piece, module: nn.Module) -> None:
+        parent, _, child = piece.name.rpartition(".")
+        setattr(self.model.get_submodule(parent), child, module.train(piece.module.training))
+
+    def _parts(self, piece: _Piece) -> tuple[nn.Parameter, nn.Parameter | None]:
+        spec_of = {name.rpartition(".")[2]: spec for name, spec in piece.specs.items()}
+        weight = self._part(piece.module, "weight", spec_of["weight"])
+        assert weight is not None
+        return weight, self._part(piece.module, "bias", spec_of.get("bias", ParamSpec()))
+
+    def _column(self, piece: _Piece) -> None:
+        assert isinstance(piece.module, nn.Linear)
+        weight, bias = self._parts(piece)
+        parent = piece.name.rpartition(".")[0]
+        group = self.groups.setdefault((parent, piece.module.in_features), ColumnGroup(self.axis, parent or piece.name))
+        gathers = piece.style == "colwise_gather_output"
+        features = piece.module.out_features
+        self._replace(piece, ColumnLinear(weight, bias, group, features=features, gathers=gathers))
+        if piece.replicas > 1:
+            owner = self.model.get_submodule(parent)
+            if hasattr(owner, GROUPS_ATTRIBUTE):  # this rank has one kv head for its query heads
+                setattr(owner, GROUPS_ATTRIBUTE, piece.queries // self.axis.size)
+
+    def _row(self, piece: _Piece) -> None:
+        weight, bias = self._parts(piece)
+        self._replace(piece, RowLinear(weight, bias, self.axis, piece.name))
+
+    def _parameter(self, piece: _Piece) -> None:
+        [(name, spec)] = piece.specs.items()
+        child = name.rpartition(".")[2]
+        setattr(piece.module, child, self._part(piece.module, child, spec))
+
+    def _embedding(self, piece: _Piece) -> None:
+        assert isinstance(piece.module, nn.Embedding)
+        weight, _ = self._parts(piece)
+        first = sum(split_sizes(piece.module.num_embeddings, self.axis.size)[: self.axis.rank])
+        embedding = VocabParallelEmbedding(weight, first, piece.module.padding_idx, self.axis, piece.name)
+        self._replace(piece, embedding)

@@ -1,0 +1,58 @@
+"""Which part of a parameter a rank holds, and whole parameters out of the parts.
+
+plain        [ 0 1 2 3 4 5 6 7 ]  on 2 ranks   [ 0 1 2 3 ] [ 4 5 6 7 ]
+sections     [ g g g g|u u u u ]               [ g g|u u ] [ g g|u u ]     gate and up, divided one by one
+sizes (3, 2) [ 0 1 2 3 4 ]                     [ 0 1 2 ]   [ 3 4 ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nanopar_core import ParamSpec, Shard, all_gather
+from nanopar_core.grid import split_sizes
+
+
+def part_of(full: Tensor, spec: ParamSpec) -> Tensor:
+    """This rank's part of a whole parameter: a copy, contiguous; ``full`` itself where nothing divides it."""
+    for shard in spec.shards:
+        sections = full.split(shard.sections or full.shape[shard.dim], shard.dim)
+        parts = [section.split(_sizes(shard, section.shape[shard.dim]), shard.dim) for section in sections]
+        full = torch.cat([of_ranks[shard.axis.rank] for of_ranks in parts], shard.dim)
+    return full
+
+
+def whole(part: Tensor, spec: ParamSpec, *, label: str = "") -> Tensor:
+    """The whole parameter out of the parts of all ranks, on every rank; collective along the axes of its shards."""
+    for shard in reversed(spec.shards):
+        part = _joined(part, shard, label)
+    return part
+
+
+def split_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> dict[str, Tensor]:
+    """This rank's part of whole weights, for ``load_state_dict`` of a parallelized model."""
+    return {name: part_of(value, specs.get(name, ParamSpec())) for name, value in state_dict.items()}
+
+
+def merge_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> dict[str, Tensor]:
+    """Whole weights out of the ranks' parts, on every rank; all of them call it. What is not divided is not copied."""
+    return {name: whole(value, specs.get(name, ParamSpec()), label=name) for name, value in state_dict.items()}
+
+
+def _sizes(shard: Shard, length: int) -> list[int]:
+    return list(shard.sizes or split_sizes(length, shard.axis.size))
+
+
+def _joined(part: Tensor, shard: Shard, label: str) -> Tensor:
+    size, dim = shard.axis.size, shard.dim
+    lengths = list(shard.sizes or [part.shape[dim]] * size)
+    rows = all_gather(part.movedim(dim, 0).contiguous(), shard.axis, sizes=lengths, label=label)
+    parts = rows.split(lengths)
+    if shard.sections:
+        local = [section // size for section in shard.sections]
+        of_ranks = [piece.split(local) for piece in parts]
+        rows = torch.cat([of_rank[number] for number in range(len(local)) for of_rank in of_ranks])
+    return rows.movedim(0, dim).contiguous()
