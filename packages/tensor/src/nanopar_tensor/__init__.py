@@ -1,11 +1,12 @@
-"""Tensor parallelism: one collective per block and direction, on any Hugging Face plan.
+"""Tensor parallelism: one collective per block and direction, by any Hugging Face plan.
 
-import nanopar_core as core, nanopar_tensor as tensor
-
-with core.launch() as world:
-    axis = core.Mesh(tp=world.size).tp
-    specs = tensor.parallelize(model, None, axis)  # None: the plan that the model carries
-    loss = model(input_ids=ids, labels=ids).loss  # the same on all ranks, as in one process
+Example:
+    >>> import torch, nanopar_core as core, nanopar_tensor as tensor
+    >>> with core.launch() as world:  # under torchrun, or as one process
+    ...     model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
+    ...     plan, axis = {"up": "colwise", "down": "rowwise"}, core.Mesh(tp=world.size).tp
+    ...     specs = tensor.parallelize(model, plan, axis)  # plan None: the one that a model carries
+    ...     y = model["down"](model["up"](torch.ones(3, 4)).relu())  # the same on all ranks
 """
 
 from nanopar_tensor.loss import VocabParallelLoss as VocabParallelLoss

@@ -28,6 +28,7 @@ from nanopar_tensor.linear import ColumnGroup, ColumnLinear, RowLinear
 from nanopar_tensor.plan import matches, plan_of
 from nanopar_tensor.sharding import part_of
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 COLUMN = ("colwise", "colwise_gather_output")
 M = TypeVar("M", bound=nn.Module)
 GROUPS_ATTRIBUTE = "num_key_value_groups"  # how Hugging Face's attention modules call query heads per kv head
@@ -204,7 +205,7 @@ def _check_ties(model: nn.Module, pieces: list[_Piece]) -> None:
 def _check_dropout(model: nn.Module) -> None:
     """Random numbers of a divided tensor would depend on the number of ranks."""
     for name, module in model.named_modules():
-        p = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        p = getattr(module, "p", 0.0) if isinstance(module, DROPOUTS) else 0.0
         p = p or getattr(module, "attention_dropout", 0.0)
         if isinstance(p, float) and p > 0:
             raise ValueError(f"{name} has dropout {p:g}: its random numbers would depend on the ranks; set it to 0")
