@@ -16,6 +16,8 @@ from nanopar_core.testing import assert_parity, run, train_plainly
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 peft = pytest.importorskip("peft")
+# peft asks a model of transformers by an older name
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 def with_lora(seed: int = 0) -> nn.Module:
