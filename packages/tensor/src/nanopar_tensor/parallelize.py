@@ -216,7 +216,7 @@ class _Division:
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
         self.model, self.axis = model, axis
-        self.done: dict[int, nn.Parameter] = {}
+        self.done: dict[nn.Parameter, nn.Parameter] = {}  # this rank's part of each whole weight
         self.groups: dict[tuple[str, int], ColumnGroup] = {}
 
     def apply(self, pieces: list[_Piece]) -> dict[str, ParamSpec]:
@@ -237,14 +237,12 @@ class _Division:
         return specs
 
     def _part(self, owner: nn.Module, name: str, spec: ParamSpec) -> nn.Parameter | None:
-        whole = getattr(owner, name, None)
-        if whole is None:
-            return None
-        if id(whole) not in self.done:
-            part = nn.Parameter(part_of(whole.detach(), spec).clone(), requires_grad=whole.requires_grad)
-            self.done[id(whole)] = self.done[id(part)] = part
-            self.done[-id(whole)] = whole  # keeps the id from being given to another
-        return self.done[id(whole)]
+        whole: nn.Parameter | None = getattr(owner, name, None)
+        if whole is None or not spec.shards:
+            return whole
+        if whole not in self.done:
+            self.done[whole] = nn.Parameter(part_of(whole.detach(), spec), requires_grad=whole.requires_grad)
+        return self.done[whole]
 
     def _replace(self, piece: _Piece, module: nn.Module) -> None:
         parent, _, child = piece.name.rpartition(".")
