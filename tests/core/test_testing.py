@@ -200,8 +200,9 @@ def alive(folder: Path) -> list[str]:
     """The ranks that left their process number in ``folder`` and still run."""
     running = []
     for place in folder.iterdir():
-        status = Path("/proc", place.read_text(), "stat")
-        if status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X"):
+        number = place.read_text()  # empty for the moment between the creation of the file and its writing
+        status = Path("/proc", number, "stat")
+        if number and status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X"):
             running.append(place.name)
     return sorted(running)
 
@@ -261,14 +262,15 @@ def test_ranks_end_when_the_caller_is_killed(tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "parent.py").write_text(PARENT.format(folder=str(tmp_path)))
     (tmp_path / "spinning.py").write_text(SPIN.format(folder=str(tmp_path)))
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while len(alive(folder)) < 2:
-        assert parent.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    parent.kill()
-    parent.wait()
+    with subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], stderr=subprocess.DEVNULL) as parent:
+        try:
+            deadline = time.monotonic() + 90
+            while len(alive(folder)) < 2:
+                assert parent.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            parent.kill()
     deadline = time.monotonic() + 5
     while alive(folder):
         assert time.monotonic() < deadline
