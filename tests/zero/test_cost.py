@@ -422,3 +422,27 @@ def stored_between_backward_and_step(stage: int) -> int:
 def test_states_take_what_the_formula_says(stage: int, elements: int, expected: int) -> None:
     assert STAGES[stage].state_bytes(elements, 2, parameter=8, moments=16, gradient=8) == expected
     assert run(2, stored_between_backward_and_step, stage) == [expected] * 2
+
+
+# ------------------------------------------------------------------------------------- gradients that need no copy
+
+
+def gradient_of_a_full_bucket(stage: int, padded: bool) -> bool:
+    """Whether the gradient that autograd made is what the bucket sends."""
+    axis = core.Mesh(dp=2).dp
+    model = torch.nn.Linear(63 if padded else 64, 8, bias=False)
+    arrived: list[int] = []
+    model.weight.register_post_accumulate_grad_hook(lambda p: arrived.append(p.grad.data_ptr()))
+    optimizer = zero.shard(model, lambda groups: torch.optim.SGD(groups, lr=0.1), axis=axis, stage=stage)
+    sent: list[int] = []
+    [bucket] = optimizer.reducer.buckets
+    collect = bucket._collect
+    bucket._collect = lambda: sent.append((flat := collect()).data_ptr()) or flat  # type: ignore[method-assign]
+    model(torch.ones(2, model.in_features)).sum().backward()
+    return sent == arrived
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_fills_its_bucket_is_not_copied(stage: int) -> None:
+    assert run(2, gradient_of_a_full_bucket, stage, False) == [True, True]
+    assert run(2, gradient_of_a_full_bucket, stage, True) == [False, False]  # padding is missing

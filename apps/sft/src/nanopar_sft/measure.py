@@ -47,7 +47,7 @@ T = TypeVar("T")
 REFERENCE = "reference"
 WARM_UP_STEPS = 2
 STEPS_BEFORE_PAIRS = WARM_UP_STEPS + 1  # in which collectives are counted
-PIECE_BYTES = 25 * 2**20  # the floor's collectives go in pieces of this size, as real ones do
+PIECE_BYTES = 8 * 2**20  # the floor's collectives go in pieces of this size, as real ones do
 CONFIG, PROGRESS = "config.yaml", "progress"
 
 

@@ -43,7 +43,7 @@ def shard(
     init: Callable[[nn.Module], object] | None = None,
     policy: PrecisionPolicy | None = None,
     reduce: str = "mean",
-    bucket_bytes: int = 25 * 2**20,
+    bucket_bytes: int = 8 * 2**20,
     prefetch: int = 1,
     reshard_after_forward: bool = True,
 ) -> ZeroOptimizer:

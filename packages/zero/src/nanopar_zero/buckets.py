@@ -198,6 +198,8 @@ class Bucket:
 
     def _collect(self) -> Tensor:
         """Move what is in ``p.grad``, divided, into a flat gradient: zeros for None (not used)."""
+        if (only := self._only_gradient()) is not None:
+            return only.div_(self.reduction.divisor) if self.reduction.divisor != 1 else only
         flat = torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.masters.device)
         for gap in self.layout.gaps:
             flat[gap].zero_()
@@ -214,6 +216,19 @@ class Bucket:
             divide_each(places, arrived, self.reduction.divisor)
         return flat
 
+    def _only_gradient(self) -> Tensor | None:
+        """The gradient of a bucket's only member where it can be the flat gradient itself, as of a large embedding."""
+        [first, *others] = self.members
+        gradient = first.grad
+        if others or gradient is None or gradient.is_sparse or gradient.requires_grad:
+            return None
+        if gradient.dtype != self.reduce_dtype or not gradient.is_contiguous():
+            return None
+        if gradient.numel() != self.layout.length:
+            return None
+        first.grad = None
+        return gradient.view(-1)
+
     def start_reduction(self) -> None:
         """Sum over the data axis, asynchronously."""
         self.gradient = self._collect()
@@ -221,7 +236,9 @@ class Bucket:
         self.waiting = set()
         axis = self.reduction.data_axis
         if self.reduction.divided:
-            self.pending = reduce_scatter(self.gradient, axis, label="gradients", async_op=True)
+            # What is only added to earlier passes' sum needs no memory of its own.
+            place = None if self.reduced is None else self.gradient[self.own]
+            self.pending = reduce_scatter(self.gradient, axis, out=place, label="gradients", async_op=True)
         else:
             self.pending = all_reduce(self.gradient, axis, out=self.gradient, label="gradients", async_op=True)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanopar_zero.windows import Windows
 
 NO_BACKWARD = -1
-MAX_IN_FLIGHT = 2  # divided buckets: a further one waits for the first, so that few whole gradients exist at a time
+MAX_IN_FLIGHT = 2  # divided buckets: the next one waits for the first, so that few whole gradients exist at a time
 
 
 class ParameterHooks:
@@ -159,10 +159,10 @@ class Reducer:
             self._finish()
 
     def _start(self, bucket: Bucket) -> None:
+        if bucket.reduction.divided and len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._finish_first()  # before the next one takes memory; meanwhile the others are on their way
         bucket.start_reduction()
         self._in_flight.append(bucket)
-        if bucket.reduction.divided and len(self._in_flight) > MAX_IN_FLIGHT:
-            self._finish_first()
 
     def _finish(self) -> None:
         for bucket in self.buckets:
