@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import nanopar_core as core
 import nanopar_tensor as tensor
-import nanopar_tensor.linear
 from nanopar_core.testing import assert_parity, run, train_plainly
+from nanopar_tensor.sequence import WholeSequence
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -27,12 +30,14 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(9)
         self.up, self.beside = nn.Linear(9, 20), nn.Linear(9, 20, bias=False)
         self.other = nn.Linear(9, 20)
         self.down = nn.Linear(20, 9)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)) * self.beside(x) + self.other(x.sin()))
+        y = self.norm(x)
+        return x + self.down(torch.tanh(self.up(y)) * self.beside(y) + self.other(y.sin()))
 
 
 class Own(nn.Module):
@@ -42,14 +47,17 @@ class Own(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 9, padding_idx=3)
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.norm = nn.LayerNorm(9, bias=False)
         self.head = nn.Linear(9, VOCABULARY)
+        self.context_fn: Any = None
         self.blocks[0].up.weight.requires_grad_(False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
         for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+            recompute = partial(checkpoint, block, use_reentrant=False, context_fn=self.context_fn)
+            x = block(x) if self.context_fn is None else recompute(x)
+        return self.head(self.norm(x))
 
 
 OWN_PLAN = {
@@ -58,6 +66,8 @@ OWN_PLAN = {
     "blocks.*.beside": "colwise",
     "blocks.*.other": "colwise",
     "blocks.*.down": "rowwise",
+    "blocks.*.norm": "sequence_parallel",
+    "norm": "sequence_parallel",
     "head": "colwise_gather_output",
 }
 
@@ -119,15 +129,31 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
 
 
-def divided(name: str, size: int) -> tuple[nn.Module, dict[str, core.ParamSpec], core.Axis]:
+def divided(name: str, size: int, how: str = "") -> tuple[nn.Module, dict[str, core.ParamSpec], core.Axis]:
+    """``how``: "sequence", "recompute", both or neither."""
     axis = core.Mesh(tp=size).tp
     model = build(name)
-    return model, tensor.parallelize(model, OWN_PLAN if name == "own" else None, axis), axis
+    specs = tensor.parallelize(model, OWN_PLAN if name == "own" else None, axis, sequence="sequence" in how)
+    if "recompute" in how:
+        recompute(model, tensor.keep_sums)
+    return model, specs, axis
 
 
-def on_this_rank(name: str, size: int) -> dict[str, Any]:
+def recompute(model: nn.Module, context_fn: Any) -> None:
+    """As each kind of model is told to."""
+    if isinstance(model, Own):
+        model.context_fn = context_fn
+    elif hasattr(model, "set_recompute"):
+        model.set_recompute(True, context_fn)
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context_fn})
+
+
+def on_this_rank(name: str, size: int, how: str = "") -> dict[str, Any]:
     """What zero does with specs, by hand."""
-    model, specs, _ = divided(name, size)
+    model, specs, _ = divided(name, size, how)
+    if "forgetful" in how:
+        specs = {n: dataclasses.replace(spec, grad_sum=()) for n, spec in specs.items()}
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = adamw(list(trained.values()))
     losses, norms, gradients = [], [], {}
@@ -160,21 +186,26 @@ def reference(name: str) -> dict[str, Any]:
         return {**result, "outputs": {"logits": logits_of(model, tokens(STEPS))}}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", list(MODELS))
-def test_divided_models_train_as_in_one_process(name: str, size: int) -> None:
+WAYS = [
+    *[(name, size, how) for name in MODELS for size in (2, 4) for how in ("", "sequence")],
+    *[(name, 2, how) for name in ("own", "qwen3", "phi-moe") for how in ("recompute", "sequence recompute")],
+]
+
+
+@pytest.mark.parametrize(("name", "size", "how"), WAYS)
+def test_divided_models_train_as_in_one_process(name: str, size: int, how: str) -> None:
     rtol = None  # 1e-9
     if name.split()[0] in ("qwen3", "llama"):
         pytest.importorskip("transformers")
         rtol = 1e-5  # transformers' norms and rotary tables are fp32 in any model
-    assert_parity(reference(name), run(size, on_this_rank, name, size), axes={"tp": size}, rtol=rtol)
+    assert_parity(reference(name), run(size, on_this_rank, name, size, how), axes={"tp": size}, rtol=rtol)
 
 
 # ------------------------------------------------------------------------------------------------- cost, per layer
 
 
-def calls_of_a_step(name: str) -> list[str]:
-    model, _, _ = divided(name, 2)
+def calls_of_a_step(name: str, how: str = "") -> list[str]:
+    model, _, _ = divided(name, 2, how)
     with core.ledger() as book:
         for step in range(2):
             book.clear()
@@ -196,30 +227,67 @@ def test_one_collective_per_block_and_direction() -> None:
     assert calls == [embedding, *forward, logits, f"all_reduce lm_head: {sent}", *backward]
 
 
+def test_sequence_parallelism_sends_what_all_reduces_send_and_each_layers_input_again() -> None:
+    pytest.importorskip("transformers")
+    calls = run(2, calls_of_a_step, "qwen3", "sequence")[0]
+    part, rest = (ROWS * n * 24 * 8 for n in (4, 3))  # rank 0 has 4 of 7 positions; it sends 3 of them in a sum
+    embedding = ["all_reduce model.embed_tokens"]
+    layers = [f"model.layers.{n}" for n in range(2)]
+    forward, backward = [], []
+    for layer in layers:
+        for block, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+            forward += [f"all_gather {layer}.{block}", f"reduce_scatter {layer}.{block}.{last}"]
+    for layer in layers[::-1]:
+        for block, last in (("mlp", "down_proj"), ("self_attn", "o_proj")):
+            own = [
+                f"{op} {layer}.{block}" for op in ("all_gather", "reduce_scatter")
+            ]  # the input once more, its gradient
+            backward += [f"all_gather {layer}.{block}.{last}", *own]
+    head = ["all_gather lm_head", "all_gather lm_head", "reduce_scatter lm_head"]  # input, logits; gradient
+    ending = ["all_gather model.layers.0"]  # the gradient of what was scattered
+    assert [call.split(":")[0] for call in calls] == [*embedding, *forward, *head, *backward, *ending]
+    sizes = {"all_gather": part, "reduce_scatter": rest, "all_reduce": part + rest}
+    for call in calls:
+        what, sent = call.split(": ")
+        if sent != str(ROWS * LENGTH * 27 * 8):  # the logits
+            assert int(sent) == sizes[what.split()[0]], call
+
+
+@pytest.mark.parametrize("how", ["", "sequence"])
+@pytest.mark.parametrize("name", ["qwen3", "phi-moe"])
+def test_recomputation_sends_nothing_again(name: str, how: str) -> None:
+    pytest.importorskip("transformers")
+    plain, again = (sorted(run(2, calls_of_a_step, name, f"{how}{more}")[0]) for more in ("", " recompute"))
+    assert again == plain
+
+
 # ------------------------------------------------------------------------------------------- these tests see faults
 
 
 def input_gradient_not_summed(name: str, size: int) -> dict[str, Any]:
-    real = nanopar_tensor.linear.all_reduce
+    real = WholeSequence.sum
 
-    def all_reduce(x: Tensor, axis: core.Axis, *, label: str = "", async_op: bool = False, **options: Any) -> Any:
-        if async_op:  # the one in backward
-            return core.Pending(x)
-        return real(x, axis, label=label, **options)
+    def only_forward(self: WholeSequence, x: Tensor, sizes: Any, label: str) -> core.Pending[Tensor]:
+        return real(self, x, sizes, label) if label.endswith("down") else core.Pending(x)
 
-    nanopar_tensor.linear.all_reduce = all_reduce  # type: ignore[assignment]
+    WholeSequence.sum = only_forward  # type: ignore[method-assign]
     return on_this_rank(name, size)
 
 
 def bias_on_every_rank(name: str, size: int) -> dict[str, Any]:
-    real = nanopar_tensor.linear.all_reduce
+    real = WholeSequence.sum
 
-    def all_reduce(x: Tensor, axis: core.Axis, *, label: str = "", async_op: bool = False, **options: Any) -> Any:
-        result = real(x, axis, label=label, async_op=async_op, **options)
-        return result if async_op else result.add_(0.01)
+    def with_bias(self: WholeSequence, x: Tensor, sizes: Any, label: str) -> core.Pending[Tensor]:
+        if label.endswith("down"):
+            x[..., 0] += 0.01
+        return real(self, x, sizes, label)
 
-    nanopar_tensor.linear.all_reduce = all_reduce  # type: ignore[assignment]
+    WholeSequence.sum = with_bias  # type: ignore[method-assign]
     return on_this_rank(name, size)
+
+
+def norms_not_summed(name: str, size: int) -> dict[str, Any]:
+    return on_this_rank(name, size, "sequence forgetful")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +295,7 @@ def bias_on_every_rank(name: str, size: int) -> dict[str, Any]:
     [
         (input_gradient_not_summed, "replicas on tp differ"),
         (bias_on_every_rank, "first deviation outputs.logits: no constant ratio"),
+        (norms_not_summed, "replicas on tp differ"),
     ],
 )
 def test_these_tests_see_faults(broken: Callable[..., Any], diagnosis: str) -> None:

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import nanopar_core as core
+import nanopar_tensor as tensor
 import nanopar_zero as zero
 from nanopar_sft import floors, peers, workload
 from nanopar_sft.config import nearest
@@ -85,12 +88,36 @@ def _zero(setup: Setup, *, stage: int, options: dict[str, Any]) -> Step:
     return step
 
 
+def _tensor(setup: Setup, *, sequence: bool) -> Step:
+    """``nanopar_tensor`` over all ranks, every one of which has the whole batch; logits are never put together."""
+    model = setup.make_model()
+    specs = tensor.parallelize(model, workload.tensor_plan(model), setup.axis, sequence=sequence)
+    loss = tensor.VocabParallelLoss(setup.axis)
+    here = core.Mesh(tp=setup.axis.size).dp  # of one rank: zero sums what is partial over the others, and updates
+    optimizer = zero.shard(model, lambda groups: workload.adamw(groups, setup.fused), axis=here, stage=0, specs=specs)
+
+    def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+        labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+        result: Tensor = loss(model(input_ids=ids).logits, labels)
+        return result
+
+    def step(batch: Tensor) -> Tensor:
+        total = train_on_parts(model, setup.whole_parts(batch), optimizer.no_sync, loss_of=loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
 STRATEGIES: dict[str, Candidate] = {
     "zero0": zero_stage(0),
     "zero1": zero_stage(1),
     "zero2": zero_stage(2),
     "zero3": zero_stage(3),
     "zero3-keep": zero_stage(3, floors.STAGE_3_KEPT, reshard_after_forward=False),
+    "tp": Candidate("nanopar", partial(_tensor, sequence=False), floors.TENSOR),
+    "tp-sp": Candidate("nanopar", partial(_tensor, sequence=True), floors.SEQUENCE),
 }
 OTHER_NAMES = {"ddp": "zero0"}
 PEERS: dict[str, Candidate] = {

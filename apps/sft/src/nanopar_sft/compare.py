@@ -144,7 +144,7 @@ def versions() -> dict[str, str]:
 
 def protocol(config: Config, rows: list[Row]) -> dict[str, Any]:
     """What was run, in numbers."""
-    sizes = (report["parameter_bytes"] for row in rows for report in row.reports)
+    sizes = (report["sizes"]["parameters"] for row in rows for report in row.reports)
     return {
         "model": config.model,
         "parameter_bytes": next(sizes, None),

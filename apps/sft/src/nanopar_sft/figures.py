@@ -74,7 +74,7 @@ def row_of(
         reference_losses: of plain training in one process, per step.
         activation_bytes: as plain local training measured it, for the floor of memory.
     """
-    ranks, needs, parameter_bytes = len(reports), candidate.needs, reports[0].parameter_bytes
+    ranks, needs, sizes = len(reports), candidate.needs, reports[0].sizes
     walls = _Turns(reports, "wall", max)
     cpus = _Turns(reports, "cpu", sum)
     modelled = [report.bytes_modelled for report in reports if report.bytes_modelled is not None]
@@ -84,7 +84,7 @@ def row_of(
     same_training = reference_losses is not None and (name != LOCAL or ranks == 1)
     memory_floor = None
     if activation_bytes is not None:
-        memory_floor = needs.memory_bytes(parameter_bytes, ranks, activation_bytes)
+        memory_floor = needs.memory_bytes(sizes.parameters, ranks, activation_bytes)
     return Row(
         strategy=name,
         kind=candidate.kind,
@@ -96,7 +96,7 @@ def row_of(
         cpu_ratio_range=_range(cpus.ratios()),
         cpu_ratio_floor=statistics.median(cpus.floors()),
         bytes_sent=max(sent, default=None),
-        bytes_sent_floor=needs.bytes_sent(parameter_bytes, ranks, config.microbatches),
+        bytes_sent_floor=needs.bytes_sent(sizes, ranks, config.microbatches),
         bytes_modelled=max(modelled, default=None),
         peak_memory_bytes=max(report.peak_memory_bytes for report in reports),
         peak_memory_bytes_floor=memory_floor,

@@ -1,6 +1,7 @@
 """What no implementation of a strategy can do without: bytes, memory and time, in closed form.
 
-P: bytes of the parameters, N: ranks, M: micro-batches, 1/N: the part of one rank. fp32, AdamW.
+P: bytes of the parameters, H: of the whole batch's hidden states, L: layers, N: ranks, M: micro-batches, 1/N: the part
+of one rank. fp32, AdamW.
 
     stage                    collectives of P bytes a step     sent by a rank     weights  moments  gradients
     0  DDP                   1 all_reduce                      2 P (N-1)/N        P        2P       P
@@ -9,11 +10,20 @@ P: bytes of the parameters, N: ranks, M: micro-batches, 1/N: the part of one ran
     3  parameters too        M reduce_scatter, 2M all_gather   3M P (N-1)/N       P/N      2P/N     P/N
     3  kept until backward   M reduce_scatter, M all_gather    2M P (N-1)/N       P        2P/N     P/N
 
+    tensor parallel          collectives of H bytes a step     sent by a rank     weights  moments  gradients
+    tp                       4 L + 2 all_reduce                2 H (4 L + 2)(N-1)/N   P/N  2P/N     P/N
+    tp-sp                    4 L + 1 all_gather and            2 H (4 L + 2)(N-1)/N   P/N  2P/N     P/N
+                             reduce_scatter, 1 all_reduce
+
+(A layer's two blocks, forward and backward; the embedding and the head. Two numbers a token for the loss are not
+counted, nor that tp-sp gathers each block's input again in backward, which sends 2 L H (N-1)/N more.)
+
 A reduce_scatter or an all_gather of P bytes sends P (N-1)/N from every rank, an all_reduce twice that.
 
 Memory: weights and moments, and beside them the larger of the activations and the gradients, which need not exist at
 the same time: the peak comes where backward begins, when no gradient exists yet, or at the update, when all do.
-Stage 3 is counted without any gathered parameters, which every implementation has some of.
+Stage 3 is counted without any gathered parameters, which every implementation has some of, tensor parallelism with
+activations that are divided everywhere.
 
 Time: a plain local step, plus these collectives at the cost measured beside it, nothing hidden behind computation. An
 implementation that hides some, or saves time by updating only its shard, can do better: then its ratio lies above.
@@ -21,14 +31,32 @@ implementation that hides some, or saves time by updating only its shard, can do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 OPTIMIZER_STATES = 2  # AdamW's moments, each as large as the parameters
 
 
+class Message(NamedTuple):
+    """A collective of ``size`` bytes, ``number`` times a step."""
+
+    op: str
+    size: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and its batch, in bytes: P and H of the table above; and the number of layers."""
+
+    parameters: int
+    hidden: int
+    layers: int
+
+
 @dataclass(frozen=True)
 class Needs:
-    """One row of the table above.
+    """One row of the tables above.
 
     Attributes:
         per_step: collectives of all parameters, once a step: {op: number}.
@@ -36,6 +64,8 @@ class Needs:
         whole_weights: every rank holds all weights through backward.
         whole_gradients: every rank holds all gradients at the update.
         whole_moments: every rank holds all of AdamW's moments.
+        per_layer: collectives of the hidden states, in every layer.
+        beside_layers: collectives of the hidden states before and after the layers.
     """
 
     per_step: dict[str, int]
@@ -43,18 +73,24 @@ class Needs:
     whole_weights: bool
     whole_gradients: bool
     whole_moments: bool
+    per_layer: dict[str, int] = field(default_factory=dict)
+    beside_layers: dict[str, int] = field(default_factory=dict)
 
-    def collectives(self, microbatches: int) -> dict[str, int]:
-        """Collectives of P bytes in a step of ``microbatches``: {op: number}."""
-        counts = dict(self.per_step)
-        for op, number in self.per_microbatch.items():
-            counts[op] = counts.get(op, 0) + number * microbatches
-        return counts
+    def collectives(self, sizes: Sizes, microbatches: int) -> list[Message]:
+        """Collectives of a step, in which ``microbatches`` share the batch among them."""
+        counts = [
+            *((op, sizes.parameters, number) for op, number in self.per_step.items()),
+            *((op, sizes.parameters, number * microbatches) for op, number in self.per_microbatch.items()),
+            *((op, sizes.hidden, number * sizes.layers) for op, number in self.per_layer.items()),
+            *((op, sizes.hidden, number) for op, number in self.beside_layers.items()),
+        ]
+        return [Message(*count) for count in counts]
 
-    def bytes_sent(self, parameter_bytes: int, ranks: int, microbatches: int) -> int:
+    def bytes_sent(self, sizes: Sizes, ranks: int, microbatches: int) -> int:
         """Bytes that one rank sends in a step."""
-        passes = sum(number * (2 if op == "all_reduce" else 1) for op, number in self.collectives(microbatches).items())
-        return passes * parameter_bytes * (ranks - 1) // ranks
+        passes = {"all_reduce": 2}
+        total = sum(passes.get(op, 1) * size * number for op, size, number in self.collectives(sizes, microbatches))
+        return total * (ranks - 1) // ranks
 
     def memory_bytes(self, parameter_bytes: int, ranks: int, activation_bytes: int) -> int:
         """Bytes of tensors on one rank where the most exist."""
@@ -73,4 +109,15 @@ STAGES = {
     2: Needs({"all_gather": 1}, {"reduce_scatter": 1}, True, False, False),
     3: Needs({}, {"reduce_scatter": 1, "all_gather": 2}, False, False, False),
 }
+_BLOCKS = 2 * 2  # attention and MLP, forward and backward
+TENSOR = Needs({}, {}, False, False, False, {"all_reduce": _BLOCKS}, {"all_reduce": 2})
+SEQUENCE = Needs(
+    {},
+    {},
+    False,
+    False,
+    False,
+    {"all_gather": _BLOCKS, "reduce_scatter": _BLOCKS},
+    {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1},
+)
 STAGE_3_KEPT = Needs({}, {"reduce_scatter": 1, "all_gather": 1}, True, False, False)

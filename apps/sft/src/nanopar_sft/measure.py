@@ -38,6 +38,7 @@ import nanopar_core as core
 from nanopar_sft import launcher, machine, workload
 from nanopar_sft.candidates import CANDIDATES, LOCAL, Candidate, local
 from nanopar_sft.config import Config
+from nanopar_sft.floors import Sizes
 from nanopar_sft.memory import MemoryCounter
 from nanopar_sft.setup import Setup, Step, train_on_parts
 from nanopar_sft.traffic import CallCounter, written_bytes
@@ -68,7 +69,7 @@ class Report:
     ``bytes_modelled``: from nanopar's ledger; None for peers. ``bytes_written``: of the timed steps, where one can see.
     """
 
-    parameter_bytes: int
+    sizes: Sizes
     losses: list[float] = field(default_factory=list)
     peak_memory_bytes: int = 0
     live_memory_bytes: int = 0
@@ -85,7 +86,7 @@ class Report:
         """The report that a rank has left."""
         values = json.loads(file.read_text(encoding="utf-8"))
         clocks = {name: Clock(**values[name]) for name in ("candidate", "local", "collectives")}
-        return cls(**{**values, **clocks})
+        return cls(**{**values, **clocks, "sizes": Sizes(**values["sizes"])})
 
 
 def things_to_do(config: Config) -> int:
@@ -125,11 +126,11 @@ class Measurement:
         self.setup = Setup(config.model, self.axis, world.device, config.microbatches, config.fused)
         model = workload.build_model(config.model)  # brings in what is only imported when a model is built, too
         self.vocabulary = workload.vocabulary(model)
-        self.parameters = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        self.sizes = workload.sizes(model, config.batch_size * config.seq_len)
 
     def run(self, name: str) -> Report:
         """The whole protocol, or the reference's losses."""
-        report = Report(self.parameters)
+        report = Report(self.sizes)
         if name == REFERENCE:
             step = local(self.setup)
             report.losses = [self._step(step, number) for number in range(STEPS_BEFORE_PAIRS + self.config.pairs)]
@@ -234,15 +235,14 @@ class Measurement:
             torch.cuda.synchronize(self.device)
 
     def _collectives(self, candidate: Candidate) -> Callable[[], None]:
-        """What the candidate cannot do without, on buffers of the parameters' size, one after the other."""
-        counts = candidate.needs.collectives(self.config.microbatches)
-        whole = torch.zeros(self.parameters // 4 if counts else 0, device=self.device)
-        pieces = whole.split(PIECE_BYTES // 4)
+        """What the candidate cannot do without, on buffers of that size, one after the other."""
+        messages = candidate.needs.collectives(self.sizes, self.config.microbatches)
+        whole = torch.zeros(max((message.size for message in messages), default=0) // 4, device=self.device)
 
         def run() -> None:
-            for op, number in counts.items():
+            for op, size, number in messages:
                 for _ in range(number):
-                    for piece in pieces:
+                    for piece in whole[: size // 4].split(PIECE_BYTES // 4):
                         _once(op, piece, self.axis)
 
         return run

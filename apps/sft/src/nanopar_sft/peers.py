@@ -6,7 +6,8 @@
     fsdp2-reshard     the same, reshard_after_forward=True                                  stage 3
     deepspeed0 to 3   DeepSpeed, buckets of 4 M elements (by default they take 2 GB)        stages 0 to 3
 
-The one file of the product that touches them. torch's are always there; DeepSpeed is an optional install.
+The tensor-parallel ones are in ``peers_tensor.py``. torch's are always there; DeepSpeed and megatron-core are optional
+installs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopar_sft import floors, workload
+from nanopar_sft import floors, peers_tensor, workload
 from nanopar_sft.floors import Needs
 from nanopar_sft.setup import Setup, Step, train_on_parts
 
@@ -36,8 +37,9 @@ class Peer:
 
     def missing(self) -> str | None:
         """Why it cannot run here; None where it can."""
-        if importlib.util.find_spec(self.package) is None:
-            return f'{self.package} is not installed: pip install "nanopar-sft[{self.package}]"'
+        module, _, install = self.package.partition("=")
+        if importlib.util.find_spec(module) is None:
+            return f'{module} is not installed: pip install "nanopar-sft[{install or module}]"'
         return None
 
 
@@ -136,6 +138,8 @@ def deepspeed_config(setup: Setup, stage: int) -> dict[str, Any]:
     }
 
 
+MEGATRON = "megatron=megatron-core"  # module, and how the optional install is called
+
 PEERS: dict[str, Peer] = {
     "torch-ddp": Peer(partial(torch_ddp, shard_optimizer=False), floors.STAGES[0]),
     "zero-redundancy": Peer(partial(torch_ddp, shard_optimizer=True), floors.STAGES[1]),
@@ -145,4 +149,8 @@ PEERS: dict[str, Peer] = {
         f"deepspeed{stage}": Peer(partial(deepspeed, stage=stage), floors.STAGES[stage], "deepspeed")
         for stage in range(4)
     },
+    "torch-tp": Peer(partial(peers_tensor.torch_tensor, sequence=False), floors.TENSOR),
+    "torch-tp-sp": Peer(partial(peers_tensor.torch_tensor, sequence=True), floors.SEQUENCE),
+    "megatron-tp": Peer(partial(peers_tensor.megatron, sequence=False), floors.TENSOR, MEGATRON),
+    "megatron-tp-sp": Peer(partial(peers_tensor.megatron, sequence=True), floors.SEQUENCE, MEGATRON),
 }

@@ -39,13 +39,20 @@ class Setup:
 
     def parts(self, batch_BS: Tensor) -> tuple[Tensor, ...]:
         """This rank's micro-batches ``[B / ranks / microbatches, S]`` of the batch of all ranks."""
-        mine: Tensor = batch_BS.chunk(self.axis.size)[self.axis.rank]
-        parts: tuple[Tensor, ...] = mine.to(self.device).chunk(self.microbatches)
+        return self.whole_parts(batch_BS.chunk(self.axis.size)[self.axis.rank])
+
+    def whole_parts(self, batch_BS: Tensor) -> tuple[Tensor, ...]:
+        """Micro-batches ``[B / microbatches, S]``, the same on all ranks."""
+        parts: tuple[Tensor, ...] = batch_BS.to(self.device).chunk(self.microbatches)
         return parts
 
 
 def train_on_parts(
-    model: nn.Module, parts: tuple[Tensor, ...], hold_back: Callable[[], AbstractContextManager[object]] = nullcontext
+    model: nn.Module,
+    parts: tuple[Tensor, ...],
+    hold_back: Callable[[], AbstractContextManager[object]] = nullcontext,
+    *,
+    loss_of: Callable[[nn.Module, Tensor], Tensor] = workload.loss_of,
 ) -> Tensor:
     """Forward and backward of the micro-batches; returns their mean loss.
 
@@ -54,7 +61,7 @@ def train_on_parts(
     total = torch.zeros((), device=parts[0].device)
     for number, ids in enumerate(parts, start=1):
         with hold_back() if number < len(parts) else nullcontext():
-            loss = workload.loss_of(model, ids) / len(parts)
+            loss = loss_of(model, ids) / len(parts)
             loss.backward()
         total += loss.detach()
     return total

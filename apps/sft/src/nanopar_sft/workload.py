@@ -13,11 +13,14 @@ Shapes: B sequences per step over all ranks, S tokens each.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import nanopar_models as models
+import nanopar_tensor as tensor
+from nanopar_sft.floors import Sizes
 
 GENERATED = ("dense", "moe")
 PRESETS = ("nano", "phi-tiny-moe", "phi-mini-moe")
@@ -96,6 +99,21 @@ def vocabulary(model: nn.Module) -> int:
     """Number of different tokens."""
     size = model.config.vocab_size  # type: ignore[union-attr]  # what both libraries call it
     return int(size)  # type: ignore[arg-type]
+
+
+def sizes(model: nn.Module, tokens: int) -> Sizes:
+    """What its collectives carry, with ``tokens`` in a batch, in fp32."""
+    config: Any = model.config
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return Sizes(parameters, tokens * config.hidden_size * 4, config.num_hidden_layers)
+
+
+def tensor_plan(model: nn.Module) -> dict[str, str]:
+    """The tensor-parallel plan that the model carries, with embedding, norms and head: logits stay divided."""
+    layer = "model.layers.*."
+    norms = [layer + "input_layernorm", layer + "post_attention_layernorm", "model.norm"]
+    ends = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise"}
+    return {**tensor.plan_of(model), **dict.fromkeys(norms, "sequence_parallel"), **ends}
 
 
 def batch(step: int, sequences: int, length: int, vocabulary: int) -> Tensor:

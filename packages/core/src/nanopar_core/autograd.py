@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanopar_core.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from nanopar_core.along import all_gather_along, reduce_scatter_along
+from nanopar_core.collectives import all_gather, all_reduce, all_to_all
 from nanopar_core.grid import split_sizes
 from nanopar_core.mesh import Axis
 
@@ -120,11 +121,11 @@ def _lengths(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> li
 
 
 def _gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], label: str) -> Tensor:
-    return all_gather(x.movedim(dim, 0), axis, sizes=sizes, label=label).movedim(0, dim).contiguous()
+    return all_gather_along(x, axis, dim, sizes, label=label).wait()
 
 
 def _scatter_sum(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], label: str) -> Tensor:
-    return reduce_scatter(x.movedim(dim, 0), axis, sizes=sizes, label=label).movedim(0, dim).contiguous()
+    return reduce_scatter_along(x, axis, dim, sizes, label=label).wait()
 
 
 def _part(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ Shapes: B batch, S queries, K keys, H query heads, G key/value heads, C head_dim
 """
 
 import warnings
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from nanopar_models.cache import KVCache
 from nanopar_models.config import PhiMoEConfig
-from nanopar_models.layout import TokenLayout
+from nanopar_models.layout import MakeMask, TokenLayout, attention_mask
 from nanopar_models.rope import rotate
 from nanopar_models.torch_private import sdpa_backend
 
@@ -90,6 +91,11 @@ class Attention(nn.Module):
         out: Tensor = self.core(q, k, v, layout.mask)
         y: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return y
+
+    @property
+    def make_mask(self) -> MakeMask:
+        """The core's own ``make_mask``, or ours where a replacement takes the same masks."""
+        return cast(MakeMask, getattr(self.core, "make_mask", attention_mask))
 
     def backend(self, length: int, *, masked: bool = False) -> str:
         """The kernel that serves sequences of ``length`` tokens, e.g. ``FLASH_ATTENTION`` (``MATH``: the slow path)."""

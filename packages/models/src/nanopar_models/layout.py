@@ -16,7 +16,8 @@ all (no padding) is cheapest.
 Shapes: B batch, S sequence, K keys (cached ones included), T real tokens, C head_dim.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +25,20 @@ from torch import Tensor
 from nanopar_models.config import PhiMoEConfig
 from nanopar_models.rope import rotary_tables
 
+MakeMask = Callable[[Tensor | None, int, int, int | None, torch.device], Any]
+
 
 class TokenLayout(NamedTuple):
     """See the module's docstring. All tensors are on the hidden states' device.
 
-    ``rotary``: cosine and sine tables, ``[B or 1, S, 1, C]``. ``mask``: bool ``[B or 1, 1, S, K]``, True where a query
-    sees a key; None means causal. ``real``: places of the real tokens in the flattened batch, ``[T]``; None means all.
-    ``positions`` and ``sample_ids``, ``[B, S]``, name the tokens for the router's noise; the latter may be missing.
+    ``rotary``: cosine and sine tables, ``[B or 1, S, 1, C]``. ``mask``: what the attention cores take, as their
+    ``make_mask`` gives it; ours is bool, ``[B or 1, 1, S, K]``, True where a query sees a key, None for causal.
+    ``real``: places of the real tokens in the flattened batch, ``[T]``; None means all. ``positions`` and
+    ``sample_ids``, ``[B, S]``, name the tokens for the router's noise; the latter may be missing.
     """
 
     rotary: tuple[Tensor, Tensor]
-    mask: Tensor | None
+    mask: Any
     real: Tensor | None
     positions: Tensor
     sample_ids: Tensor | None
@@ -42,6 +46,7 @@ class TokenLayout(NamedTuple):
 
 def token_layout(
     config: PhiMoEConfig,
+    make_mask: MakeMask,
     hidden_BSD: Tensor,
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -49,6 +54,8 @@ def token_layout(
     past: int = 0,
 ) -> TokenLayout:
     """The layout of ``hidden_BSD`` (only its shape, dtype and device matter), which follows ``past`` cached tokens.
+
+    ``make_mask`` (documents, length, past, window, device) is that of the attention cores; `attention_mask` is ours.
 
     ``position_ids`` (``[B, S]`` or ``[1, S]``) default to 0, 1, ... after the cached ones, padding or not.
     ``sample_ids`` is ``[B]`` or ``[B, S]``.
@@ -65,7 +72,7 @@ def token_layout(
     position_ids = position_ids.to(device)
     return TokenLayout(
         rotary=rotary_tables(config, position_ids, hidden_BSD.dtype),
-        mask=_attention_mask(documents, length, past, config.sliding_window, device),
+        mask=make_mask(documents, length, past, config.sliding_window, device),
         real=_real_tokens(documents, length, device),
         positions=position_ids.expand(batch, length),
         sample_ids=sample_ids,
@@ -73,19 +80,21 @@ def token_layout(
 
 
 def _host_documents(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """The mask as int64 on the CPU; None where it says nothing (every token real, one document)."""
+    """The mask as int64 on the CPU."""
     if attention_mask is None:
         return None
     if attention_mask.shape != (batch, keys):
         raise ValueError(f"attention_mask must be [{batch}, {keys}], got {list(attention_mask.shape)}")
-    documents = attention_mask.to("cpu", torch.int64)
-    return None if bool((documents == 1).all()) else documents
+    return attention_mask.to("cpu", torch.int64)
 
 
-def _attention_mask(
+def attention_mask(
     documents: Tensor | None, length: int, past: int, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """Who sees whom: same document, not later, within the window. Padding sees padding, so no row is empty."""
+    """Who sees whom: same document, not later, within the window. Padding sees padding, so no row is empty.
+
+    bool ``[B or 1, 1, S, K]``, or None where it is causal attention anyway. ``documents``: ``[B, K]``, on the CPU.
+    """
     keys = past + length
     if documents is not None and documents.amax() <= 1 and bool((documents[:, 1:] <= documents[:, :-1]).all()):
         documents = None  # padding only at the end, which no real token sees anyway

@@ -14,11 +14,13 @@ Whatever a strategy may want to replace is a sub-module: ``self_attn.core``, ``m
 Shapes: B batch, S sequence, T real tokens, D hidden size, V vocabulary, E experts.
 """
 
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from nanopar_models.attention import Attention
 from nanopar_models.cache import KVCache
@@ -30,6 +32,8 @@ from nanopar_models.layout import TokenLayout, token_layout
 from nanopar_models.loss import NextTokenLoss, load_balancing_loss, next_token_labels
 from nanopar_models.noise import CounterNoise, RouterNoise, TokenKeys
 from nanopar_models.router import SparseMixerRouter
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class PhiMoEOutput(NamedTuple):
@@ -87,6 +91,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: PhiMoEConfig, layer: int) -> None:
         super().__init__()
         self.config, self.recompute = config, False
+        self.context_fn: ContextFn = noop_context_fn
         self.self_attn = Attention(config, layer)
         self.mlp = SparseMoe(config, layer)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -110,10 +115,13 @@ class DecoderLayer(nn.Module):
         """
         if layout is None:
             past = cache.length if cache is not None else 0
-            layout = token_layout(self.config, hidden_states, position_ids, attention_mask, sample_ids, past)
+            make_mask = self.self_attn.make_mask
+            layout = token_layout(self.config, make_mask, hidden_states, position_ids, attention_mask, sample_ids, past)
         if self.recompute and torch.is_grad_enabled():
             # Random states are restored for the second pass, so it routes as the first did.
-            hidden, logits = checkpoint(self._compute, hidden_states, layout, cache, use_reentrant=False)
+            hidden, logits = checkpoint(
+                self._compute, hidden_states, layout, cache, use_reentrant=False, context_fn=self.context_fn
+            )
         else:
             hidden, logits = self._compute(hidden_states, layout, cache)
         if router_logits is not None:
@@ -149,7 +157,8 @@ class PhiMoEBody(nn.Module):
         """Final hidden states ``[B, S, D]``; arguments as in `PhiMoE.forward`."""
         hidden: Tensor = self.embed_tokens(input_ids)
         past = cache.length if cache is not None else 0
-        layout = token_layout(self.config, hidden, position_ids, attention_mask, sample_ids, past)
+        make_mask = cast(DecoderLayer, self.layers[0]).self_attn.make_mask  # all layers' cores are alike
+        layout = token_layout(self.config, make_mask, hidden, position_ids, attention_mask, sample_ids, past)
         for layer in self.layers:
             hidden = layer(hidden, layout=layout, cache=cache, router_logits=router_logits)
         if cache is not None:
@@ -230,10 +239,14 @@ class PhiMoE(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.copy_(initial_value(name, parameter.shape, self.config, seed))
 
-    def set_recompute(self, on: bool = True) -> None:
-        """Keep only each layer's input during the forward pass and recompute the layer in backward."""
+    def set_recompute(self, on: bool = True, context_fn: ContextFn = noop_context_fn) -> None:
+        """Keep only each layer's input during the forward pass and recompute the layer in backward.
+
+        ``context_fn`` as for ``torch.utils.checkpoint.checkpoint``: what else to keep, ``nanopar_tensor.keep_sums``.
+        """
         for layer in self.model.layers:
             cast(DecoderLayer, layer).recompute = on
+            cast(DecoderLayer, layer).context_fn = context_fn
 
     def compile_layers(self) -> None:
         """Have ``torch.compile`` compile the layers at their first call; see `nanopar_models.compiling`.
@@ -256,7 +269,7 @@ class PhiMoE(nn.Module):
     def tp_plan(self) -> dict[str, str]:
         """Tensor-parallel styles by name pattern, in Hugging Face's vocabulary, from the model's root.
 
-        The norms' style matters under sequence parallelism only; elsewhere they are replicated.
+        The norms' style matters under sequence parallelism only, that of the attention cores under context parallelism.
         """
         layer = "model.layers.*."
         return {
@@ -266,6 +279,7 @@ class PhiMoE(nn.Module):
             layer + "self_attn.k_proj": "colwise",
             layer + "self_attn.v_proj": "colwise",
             layer + "self_attn.o_proj": "rowwise",
+            layer + "self_attn.core": "attention_core",
             layer + "post_attention_layernorm": "sequence_parallel",
             layer + "mlp.experts.gate_up_proj": "packed_colwise",
             layer + "mlp.experts.down_proj": "rowwise",

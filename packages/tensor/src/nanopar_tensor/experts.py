@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nanopar_core import Axis, all_reduce
-from nanopar_core.autograd import all_reduce_fwd_identity_bwd
+from nanopar_tensor.recompute import sum_once
 
 
 def sum_over_ranks(experts: nn.Module, axis: Axis, label: str) -> None:
@@ -35,7 +35,7 @@ def sum_over_ranks(experts: nn.Module, axis: Axis, label: str) -> None:
         return hidden, indices, weights
 
     def leave(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return all_reduce_fwd_identity_bwd(output, axis, label=label)
+        return _Exit.apply(output, axis, label)  # type: ignore[no-any-return, no-untyped-call]
 
     experts.register_forward_pre_hook(enter)
     experts.register_forward_hook(leave)
@@ -58,3 +58,16 @@ class _Entry(torch.autograd.Function):
         both = all_reduce(both, ctx.axis, out=both, label=ctx.label)
         hidden, weights = both.split([ctx.width, both.shape[-1] - ctx.width], dim=-1)
         return hidden.to(ctx.dtypes[0]), weights.to(ctx.dtypes[1]), None, None
+
+
+class _Exit(torch.autograd.Function):
+    """Forward: the sum over the ranks. Backward: the gradient as it is."""
+
+    @staticmethod
+    def forward(_ctx: Any, output: Tensor, axis: Axis, label: str) -> Tensor:
+        return sum_once(lambda: all_reduce(output, axis, label=label))
+
+    @staticmethod
+    @once_differentiable
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None

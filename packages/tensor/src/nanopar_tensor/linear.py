@@ -14,11 +14,15 @@
 Layers that read one input belong to one ``ColumnGroup``. The first that is called computes the outputs of all, in one
 autograd node, and the others hand theirs out when they are called with the same tensor.
 
+Under sequence parallelism (``sequence.py``) x and y are this rank's positions: x is gathered before the products, dx
+reduce-scattered, y reduce-scattered, dy gathered. The code is the same: a ``Boundary`` says which.
+
 Shapes: D input features, H output features, N ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,33 +30,59 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from nanopar_core import Axis, all_reduce
+from nanopar_core import Pending
 from nanopar_core.autograd import all_gather_fwd_split_bwd
 from nanopar_core.grid import split_sizes
+from nanopar_tensor.recompute import is_recomputed, sum_once
+from nanopar_tensor.sequence import Boundary, WholeSequence
 
 
 class ColumnGroup:
-    """Column-parallel layers of one block that read the same input."""
+    """Column-parallel layers of one block that read the same input.
 
-    def __init__(self, axis: Axis, label: str) -> None:
-        self.axis, self.label = axis, label
+    Args:
+        boundary: what happens to the input, and to its gradient.
+        label: of the collectives.
+        keeps_whole: keep the gathered input for backward instead of gathering it again.
+    """
+
+    def __init__(self, boundary: Boundary, label: str, *, keeps_whole: bool = False) -> None:
+        self.boundary, self.label, self.keeps_whole = boundary, label, keeps_whole
         self.members: list[ColumnLinear] = []
+        self.enters_whole = False  # the block's entry gathers its input already, and says so by ``entered``
+        self._entered: tuple[Tensor, Tensor] | None = None
         self._input: Tensor | None = None
         self._version = -1
         self._outputs: dict[int, Tensor] = {}
+
+    def entered(self, part: Tensor, whole: Tensor) -> None:
+        """The block's input is ``whole``, gathered from ``part``: its gradient may go to ``part`` directly."""
+        self._entered = part, whole
 
     def output_of(self, member: ColumnLinear, x: Tensor) -> Tensor:
         """The member's output for ``x``; computes those of all members where it is not there yet."""
         number = self.members.index(member)
         if self._input is not x or self._version != x._version or number not in self._outputs:
-            weights = [one.weight for one in self.members]
-            biases = [one.bias for one in self.members]
-            outputs = _ColumnLinears.apply(x, self.axis, self.label, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
-            self._input, self._version, self._outputs = x, x._version, dict(enumerate(outputs))
+            self._input, self._version, self._outputs = x, x._version, dict(enumerate(self._all_outputs(x)))
         output = self._outputs.pop(number)
         if not self._outputs:
             self._input = None
         return output
+
+    def _all_outputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        boundary, part, whole = self.boundary, x, None
+        if self.enters_whole:
+            entered, self._entered = self._entered, None
+            if entered is not None and entered[1] is x:
+                part, whole = entered[0], x.detach()
+            else:  # the block made something of its input first
+                boundary = WholeSequence(boundary.axis)
+        cast = _cast_for_autocast(x)
+        weights = [cast(one.weight) for one in self.members]
+        biases = [None if one.bias is None else cast(one.bias) for one in self.members]
+        return _ColumnLinears.apply(  # type: ignore[no-any-return, no-untyped-call]
+            cast(part), None if whole is None else cast(whole), boundary, self, *weights, *biases
+        )
 
 
 class ColumnLinear(nn.Module):
@@ -86,8 +116,9 @@ class ColumnLinear(nn.Module):
         y = self.group.output_of(self, x)
         if not self.gathers:
             return y
-        sizes = split_sizes(self.all_features, self.group.axis.size)
-        return all_gather_fwd_split_bwd(y, self.group.axis, -1, sizes=sizes, label=self.group.label)
+        axis = self.group.boundary.axis
+        sizes = split_sizes(self.all_features, axis.size)
+        return all_gather_fwd_split_bwd(y, axis, -1, sizes=sizes, label=self.group.label)
 
     def extra_repr(self) -> str:
         """As torch's own Linear shows itself."""
@@ -100,79 +131,113 @@ class RowLinear(nn.Module):
     Args:
         weight: this rank's columns ``[H, D/N]``.
         bias: whole ``[H]``, or None; added once, to the sum.
-        axis: over which outputs are summed.
-        label: of the collective.
+        boundary: what each rank gets of the sum of the outputs.
+        label: of the collectives.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, label: str) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, boundary: Boundary, label: str) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.axis, self.label = axis, label
+        self.boundary, self.label = boundary, label
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[.., D/N] -> [.., H]``, the same on all ranks."""
-        return _RowLinear.apply(x, self.weight, self.bias, self.axis, self.label)  # type: ignore[no-any-return, no-untyped-call]
+        """``[.., D/N] -> [.., H]``: the same on all ranks, or this rank's positions."""
+        cast = _cast_for_autocast(x)
+        bias = None if self.bias is None else cast(self.bias)
+        return _RowLinear.apply(cast(x), cast(self.weight), bias, self.boundary, self.label)  # type: ignore[no-any-return, no-untyped-call]
 
     def extra_repr(self) -> str:
         """As torch's own Linear shows itself."""
-        return (
-            f"in_features={self.in_features} of {self.in_features * self.axis.size}, out_features={self.out_features}"
-        )
+        every = self.in_features * self.boundary.axis.size
+        return f"in_features={self.in_features} of {every}, out_features={self.out_features}"
 
 
 class _ColumnLinears(torch.autograd.Function):
     """Several ``F.linear`` of one input; its gradient is summed over ranks while those of the weights are computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, label: str, count: int, *weights_and_biases: Tensor | None) -> Any:
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        ctx.axis, ctx.label, ctx.count = axis, label, count
+    def forward(
+        ctx: Any, x: Tensor, whole: Tensor | None, boundary: Boundary, group: ColumnGroup, *parameters: Tensor | None
+    ) -> Any:
+        ctx.count = count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.boundary, ctx.label = boundary, group.label
+        ctx.sizes = boundary.sizes_of_part(x) if whole is None else boundary.sizes_of_whole(whole)
+        if whole is None:
+            whole = boundary.gather(x, ctx.sizes, group.label).wait()
+        ctx.is_whole = group.keeps_whole or is_recomputed()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        ctx.save_for_backward(whole if ctx.is_whole else x, *weights)
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        rows = x.flatten(0, -2)
+        boundary, count = ctx.boundary, ctx.count
+        if all(grad is None for grad in grads):
+            return None, None, None, None, *[None] * (2 * count)
+        needs_w, needs_b = ctx.needs_input_grad[4 : 4 + count], ctx.needs_input_grad[4 + count :]
+        gathered = Pending(x)
+        if not ctx.is_whole and any(needs_w):  # meanwhile the gradient of the input is computed
+            gathered = boundary.gather(x, ctx.sizes, ctx.label)
         flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]
-        pending = None
+        summed = None
         if ctx.needs_input_grad[0]:
-            share = torch.zeros_like(rows) if all(grad is None for grad in flat) else None
-            for grad, weight in zip(flat, weights, strict=True):
-                if grad is not None:
-                    share = grad @ weight if share is None else share.addmm_(grad, weight)
-            assert share is not None
-            pending = all_reduce(share, ctx.axis, out=share, label=ctx.label, async_op=True)
-        needs_w, needs_b = ctx.needs_input_grad[4 : 4 + ctx.count], ctx.needs_input_grad[4 + ctx.count :]
+            summed = boundary.sum(_input_gradient(grads, flat, x, weights), ctx.sizes, ctx.label)
+        rows = gathered.wait().flatten(0, -2)
         of_weights = [g.T @ rows if g is not None and need else None for g, need in zip(flat, needs_w, strict=True)]
         of_biases = [g.sum(0) if g is not None and need else None for g, need in zip(flat, needs_b, strict=True)]
-        of_x = None if pending is None else pending.wait().view_as(x)
-        return of_x, None, None, None, *of_weights, *of_biases
+        return None if summed is None else summed.wait(), None, None, None, *of_weights, *of_biases
+
+
+def _input_gradient(
+    grads: tuple[Tensor | None, ...], flat: list[Tensor | None], x: Tensor, weights: list[Tensor]
+) -> Tensor:
+    """This rank's summand, for all positions."""
+    share = None
+    for grad, weight in zip(flat, weights, strict=True):
+        if grad is not None:
+            share = grad @ weight if share is None else share.addmm_(grad, weight)
+    leading = next(grad.shape[:-1] for grad in grads if grad is not None)
+    assert share is not None
+    return share.view(*leading, x.shape[-1])
 
 
 class _RowLinear(torch.autograd.Function):
     """``F.linear`` on this rank's features, summed over ranks; the bias is added to the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, label: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, boundary: Boundary, label: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        y = F.linear(x, weight)
-        y = all_reduce(y, axis, out=y, label=label)
-        return y if bias is None else y.add_(bias)
+        ctx.boundary, ctx.label = boundary, label
+        ctx.sizes = boundary.sizes_of_whole(x)
+        y = sum_once(lambda: boundary.sum(F.linear(x, weight), ctx.sizes, label).wait())
+        if bias is None:
+            return y
+        return y + bias if is_recomputed() else y.add_(bias)  # what is kept stays as it is
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        whole = ctx.boundary.gather(grad, ctx.sizes, ctx.label).wait()
+        rows = whole.flatten(0, -2)
         return (
-            grad @ weight if needs_x else None,
+            whole @ weight if needs_x else None,
             rows.T @ x.flatten(0, -2) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
+            grad.flatten(0, -2).sum(0) if needs_bias else None,
             None,
             None,
         )
+
+
+def _cast_for_autocast(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Under autocast: to the dtype of the products. Autograd functions have to do that themselves."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return lambda tensor: tensor.to(dtype)
+    return lambda tensor: tensor

@@ -32,25 +32,34 @@ def cross_entropy(
         logits: this rank's part ``[T, V/N]``, as a head of style ``colwise`` gives it.
         labels: ``[T]``, ids of the whole vocabulary, the same on all ranks.
         axis: over which the vocabulary is divided.
-        sizes: entries of the vocabulary by rank, where it is divided unevenly.
+        sizes: entries of the vocabulary by rank; without them the ranks exchange their lengths first, which costs a
+            small collective and, on CUDA, a host sync.
         ignore_index: the label of tokens that do not count.
 
     Raises:
         ValueError: shapes that do not fit.
+        RuntimeError, IndexError: torch's own, for a label outside of the vocabulary, on the first or the last rank.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"logits must be [T, V/N] and labels [T], not {list(logits.shape)} and {list(labels.shape)}")
     if sizes is not None and (len(sizes) != axis.size or sizes[axis.rank] != logits.shape[1]):
         raise ValueError(f"sizes {list(sizes)} do not fit {logits.shape[1]} logits on rank {axis.rank} of {axis.size}")
-    first = sum(sizes[: axis.rank]) if sizes is not None else axis.rank * logits.shape[1]
+    first = sum((sizes or exchange_sizes(logits, axis))[: axis.rank])
     return _CrossEntropy.apply(logits, labels, axis, first, ignore_index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def exchange_sizes(logits: Tensor, axis: Axis) -> list[int]:
+    """How many entries of the vocabulary each rank has."""
+    mine = torch.tensor([logits.shape[1]], dtype=torch.int64, device=logits.device)
+    return [int(n) for n in all_gather(mine, axis, sizes=[1] * axis.size, label="vocabulary").tolist()]
 
 
 class VocabParallelLoss(nn.Module):
     """``loss(logits [B, S, V/N], labels [B, S], num_items_in_batch=None) -> scalar``, in place of a model's ``loss``.
 
     ``labels`` are the next tokens already, -100 where nothing is counted. With ``num_items_in_batch`` the sum divided
-    by it, otherwise the mean over this call's counted tokens; 0 where there are none.
+    by it, otherwise the mean over this call's counted tokens; 0 where there are none. Without ``sizes``, entries of the
+    vocabulary by rank, the ranks exchange them in the first call.
     """
 
     def __init__(self, axis: Axis, sizes: Sequence[int] | None = None) -> None:
@@ -59,7 +68,9 @@ class VocabParallelLoss(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """The loss, a scalar, the same on all ranks."""
-        losses = cross_entropy(logits.flatten(0, -2), labels.flatten(), self.axis, sizes=self.sizes)
+        rows = logits.flatten(0, -2)
+        self.sizes = self.sizes or exchange_sizes(rows, self.axis)
+        losses = cross_entropy(rows, labels.flatten(), self.axis, sizes=self.sizes)
         items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
         if isinstance(items, Tensor):
             return losses.sum() / items.to(losses.device, non_blocking=True).clamp(min=1)
@@ -72,7 +83,11 @@ class _CrossEntropy(torch.autograd.Function):
         """The losses."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         local = labels - first
-        is_here = (local >= 0) & (local < logits.shape[1]) & (labels != ignore)
+        is_here = labels != ignore
+        if axis.rank > 0:  # on the first and the last rank a label outside of the vocabulary is an error of gather
+            is_here &= local >= 0
+        if axis.rank < axis.size - 1:
+            is_here &= local < logits.shape[1]
         index = local.where(is_here, 0)[:, None]
         sums = torch.cat([chunk.to(wide).logsumexp(1) for chunk in _chunks(logits, logits)])
         chosen = logits.gather(1, index).squeeze(1).to(wide).where(is_here, 0.0)

@@ -14,28 +14,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from nanopar_core import Axis, ParamSpec, Shard, as_axis
 from nanopar_core.grid import split_sizes
+from nanopar_tensor.context import ContextAttention, give_positions
 from nanopar_tensor.embedding import VocabParallelEmbedding
 from nanopar_tensor.experts import sum_over_ranks
 from nanopar_tensor.linear import ColumnGroup, ColumnLinear, RowLinear
 from nanopar_tensor.plan import matches, plan_of
+from nanopar_tensor.region import COLUMN, SEQUENCE_STYLE, Region, find_region
+from nanopar_tensor.sequence import Boundary, DividedSequence, WholeSequence, change_input, change_output
 from nanopar_tensor.sharding import part_of
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-COLUMN = ("colwise", "colwise_gather_output")
 M = TypeVar("M", bound=nn.Module)
+CORE_STYLE = "attention_core"
 GROUPS_ATTRIBUTE = "num_key_value_groups"  # how Hugging Face's attention modules call query heads per kv head
 
 
 def parallelize(
-    model: nn.Module, plan: Mapping[str, str] | None, axis: Axis | DeviceMesh | ProcessGroup
+    model: nn.Module,
+    plan: Mapping[str, str] | None,
+    axis: Axis | DeviceMesh | ProcessGroup,
+    *,
+    sequence: bool = False,
+    context_axis: Axis | DeviceMesh | ProcessGroup | None = None,
+    context_method: str = "all_gather",
 ) -> dict[str, ParamSpec]:
     """Divide ``model`` over the ranks of ``axis``, in place; all ranks hold the same whole model before.
 
@@ -46,25 +56,59 @@ def parallelize(
         model: any module. Its dropout must be 0 where activations are divided.
         plan: styles by name pattern from the model's root (see ``nanopar_tensor.plan``); None: what the model carries.
         axis: of the tensor-parallel ranks.
+        sequence: between the divided layers every rank has some positions of the sequences only: less memory for
+            activations, the same number of bytes (see ``nanopar_tensor.sequence``). Modules of style
+            ``sequence_parallel`` run on these; of a plan that a model carries without such modules (Hugging Face's),
+            norms in and after the repeated blocks are taken for them. Inputs and outputs of the model stay whole.
+        context_axis: of the ranks that each have some positions through the whole model; give it inputs that
+            ``split_sequence`` has split. Modules of style ``attention_core`` are replaced by ``ContextAttention``.
+        context_method: "all_gather", "ulysses" or "ring" (see ``nanopar_tensor.context``).
 
     Returns:
-        The specs of the parameters that the plan names, for ``nanopar_zero.shard``, clipping and checkpoints.
+        The specs of the parameters that the plan names, for ``nanopar_zero.shard``, clipping and checkpoints. The
+        context axis is a data axis, and not in them: shard over ``mesh.flatten("dp", "cp")``.
 
     Raises:
         ValueError: before anything is touched: an unknown style, a pattern that matches nothing, a size or a number of
-            heads that the ranks do not divide, a module of a kind that the style does not fit, or tied weights that
-            only one of their modules divides.
+            heads that the ranks do not divide, a module of a kind that the style does not fit, tied weights that
+            only one of their modules divides, or (with ``sequence``) no ``sequence_parallel`` module, or parameters
+            beside these that the plan does not name; or (with ``context_axis``) no ``attention_core``.
     """
     axis = as_axis(axis, "tp")
+    context = None if context_axis is None else as_axis(context_axis, "cp")
     styles = matches(model, plan_of(model) if plan is None else plan, is_carried=plan is None)
-    planner = _Planner(model, styles, axis)
+    region = find_region(model, styles, is_carried=plan is None) if sequence else None
+    styles = styles if region is None else region.styles
+    planner = _Planner(model, styles, axis, frozenset() if region is None else region.divided)
     pieces = [planner.piece(name, style) for name, style in styles.items()]
     _check_ties(model, pieces)
     _check_dropout(model)
+    cores = [name for name, style in styles.items() if style == CORE_STYLE]
+    if context is not None:
+        _check_context(model, cores, context, context_method)
+        if context.size > 1 or context.communicates:
+            _divide_context(model, cores, context, context_method)
     if axis.size == 1 and not axis.communicates:
         return {}
-    specs = _Division(model, axis).apply(pieces)
+    specs = _Division(model, axis, region).apply(pieces)
     return {name: specs[name] for name, _ in model.named_parameters() if name in specs}
+
+
+def _check_context(model: nn.Module, cores: list[str], axis: Axis, method: str) -> None:
+    ContextAttention(axis, method)  # an unknown method is its error
+    if not cores:
+        raise ValueError(
+            f"context_axis: the plan of {type(model).__name__} names no module of style {CORE_STYLE}, "
+            "core(q, k, v, mask), to replace; a Hugging Face model takes a nanopar_tensor.ContextAttention as its "
+            "attention function: see the README"
+        )
+
+
+def _divide_context(model: nn.Module, cores: list[str], axis: Axis, method: str) -> None:
+    for name in cores:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, ContextAttention(axis, method, label=name))
+    give_positions(model, axis)
 
 
 @dataclass
@@ -82,8 +126,10 @@ class _Piece:
 class _Planner:
     """Checks the entries of a plan one by one, and works out their specs."""
 
-    def __init__(self, model: nn.Module, styles: Mapping[str, str], axis: Axis) -> None:
+    def __init__(self, model: nn.Module, styles: Mapping[str, str], axis: Axis, on_parts: frozenset[str]) -> None:
         self.model, self.styles, self.axis = model, styles, axis
+        self.on_parts = on_parts  # names of what works on some positions only
+        self.vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         self.split_axes: dict[int, tuple[Axis, Axis]] = {}  # by number of kv heads
 
     def piece(self, name: str, style: str) -> _Piece:
@@ -92,6 +138,8 @@ class _Planner:
             return self._stacked(name, style, dim=1, sections=2)
         if style == "rowwise" and self._is_parameter(name):
             return self._stacked(name, style, dim=2)
+        if style == SEQUENCE_STYLE:
+            return self._between(name, style)
         if self._is_parameter(name):
             raise ValueError(f"{name} is {style} by plan, which is for modules, but it is a parameter")
         module = self.model.get_submodule(name)
@@ -101,7 +149,9 @@ class _Planner:
             features = self._of_kind(nn.Linear, name, style).in_features
             self._check_heads(name, features)
             self._check_divisible(name, "input features", features)
-            return _Piece(name, style, module, self._specs(name, module, weight=ParamSpec((Shard(self.axis, 1),))))
+            bias = ParamSpec(grad_sum=(self.axis,)) if name in self.on_parts else ParamSpec()
+            specs = self._specs(name, module, weight=ParamSpec((Shard(self.axis, 1),)), bias=bias)
+            return _Piece(name, style, module, specs)
         if style == "embedding_rowwise":
             spec = self._of_vocabulary(self._of_kind(nn.Embedding, name, style).num_embeddings)
             return _Piece(name, style, module, {f"{name}.weight": spec})
@@ -109,6 +159,14 @@ class _Planner:
             own = {f"{name}.{n}": ParamSpec(grad_sum=(self.axis,)) for n, _ in module.named_parameters()}
             return _Piece(name, style, module, own)
         return _Piece(name, style, module, {})
+
+    def _between(self, name: str, style: str) -> _Piece:
+        """Whole on every rank; on some positions only where sequences are divided."""
+        owner = name.rpartition(".")[0]
+        module = self.model.get_submodule(owner if self._is_parameter(name) else name)
+        names = [name] if self._is_parameter(name) else [f"{name}.{child}" for child, _ in module.named_parameters()]
+        spec = ParamSpec(grad_sum=(self.axis,)) if name in self.on_parts else ParamSpec()
+        return _Piece(name, style, module, dict.fromkeys(names, spec))
 
     def _of_kind(self, kind: type[M], name: str, style: str) -> M:
         module = self.model.get_submodule(name)
@@ -118,7 +176,7 @@ class _Planner:
 
     def _column(self, name: str, style: str, module: nn.Linear) -> _Piece:
         features = module.out_features
-        if style == "colwise_gather_output":
+        if style == "colwise_gather_output" or features in self.vocabularies:
             spec = self._of_vocabulary(features)
             return _Piece(name, style, module, self._specs(name, module, weight=spec, bias=spec))
         heads = self._heads(name, features)
@@ -214,10 +272,11 @@ def _check_dropout(model: nn.Module) -> None:
 class _Division:
     """Carries out a checked plan; weights that several modules share stay shared."""
 
-    def __init__(self, model: nn.Module, axis: Axis) -> None:
-        self.model, self.axis = model, axis
+    def __init__(self, model: nn.Module, axis: Axis, region: Region | None) -> None:
+        self.model, self.axis, self.region = model, axis, region
         self.done: dict[nn.Parameter, nn.Parameter] = {}  # this rank's part of each whole weight
         self.groups: dict[tuple[str, int], ColumnGroup] = {}
+        self.whole, self.divided = WholeSequence(axis), DividedSequence(axis)
 
     def apply(self, pieces: list[_Piece]) -> dict[str, ParamSpec]:
         """Replace modules and weights; the specs of all."""
@@ -234,7 +293,29 @@ class _Division:
                 self._embedding(piece)
             elif piece.style == "moe_tp_experts":
                 sum_over_ranks(piece.module, self.axis, piece.name)
+        if self.region is not None:
+            self._divide_sequences(self.region)
         return specs
+
+    def _divide_sequences(self, region: Region) -> None:
+        """Where the region begins and ends, and where it is left for a while: hooks at the borders of modules."""
+        divided, module = self.divided, self.model.get_submodule
+        # What is registered first runs first: a block's input is scattered before anything in it is gathered.
+        change_input(module(region.begins_at), lambda x: divided.scatter(x, region.begins_at))
+        for name in region.attentions:
+            groups = [group for (parent, _), group in self.groups.items() if parent == name]
+            change_input(module(name), partial(_enter_attention, divided, groups, name))
+        for name in region.mixtures:
+            change_input(module(name), partial(divided.collect_once, label=name))
+            change_output(module(name), partial(divided.split, label=name))
+        if region.ends_after is not None:
+            change_output(module(region.ends_after), partial(divided.collect, label=region.ends_after))
+
+    def _boundary(self, name: str) -> Boundary:
+        region = self.region
+        if region is None or name not in (*region.divided, *region.heads):
+            return self.whole
+        return self.divided
 
     def _part(self, owner: nn.Module, name: str, spec: ParamSpec) -> nn.Parameter | None:
         whole: nn.Parameter | None = getattr(owner, name, None)
@@ -258,7 +339,13 @@ class _Division:
         assert isinstance(piece.module, nn.Linear)
         weight, bias = self._parts(piece)
         parent = piece.name.rpartition(".")[0]
-        group = self.groups.setdefault((parent, piece.module.in_features), ColumnGroup(self.axis, parent or piece.name))
+        key = (parent, piece.module.in_features)
+        if key not in self.groups:
+            is_head = self.region is not None and piece.name in self.region.heads  # the first that backward needs
+            group = ColumnGroup(self._boundary(piece.name), parent or piece.name, keeps_whole=is_head)
+            group.enters_whole = self.region is not None and parent in self.region.attentions
+            self.groups[key] = group
+        group = self.groups[key]
         gathers = piece.style == "colwise_gather_output"
         features = piece.module.out_features
         self._replace(piece, ColumnLinear(weight, bias, group, features=features, gathers=gathers))
@@ -269,7 +356,7 @@ class _Division:
 
     def _row(self, piece: _Piece) -> None:
         weight, bias = self._parts(piece)
-        self._replace(piece, RowLinear(weight, bias, self.axis, piece.name))
+        self._replace(piece, RowLinear(weight, bias, self._boundary(piece.name), piece.name))
 
     def _parameter(self, piece: _Piece) -> None:
         [(name, spec)] = piece.specs.items()
@@ -282,3 +369,11 @@ class _Division:
         first = sum(split_sizes(piece.module.num_embeddings, self.axis.size)[: self.axis.rank])
         embedding = VocabParallelEmbedding(weight, first, piece.module.padding_idx, self.axis, piece.name)
         self._replace(piece, embedding)
+
+
+def _enter_attention(divided: DividedSequence, groups: list[ColumnGroup], label: str, x: Tensor) -> Tensor:
+    """All positions, for a module that reads their number before it projects them."""
+    whole = divided.collect(x, label)
+    for group in groups:
+        group.entered(x, whole)
+    return whole

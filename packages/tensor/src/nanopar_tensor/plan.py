@@ -12,7 +12,8 @@ moe_tp_experts                  the module of stacked experts: its outputs are s
 embedding_rowwise               an Embedding: the vocabulary is divided
 replicated_with_grad_allreduce  a module that every rank has whole but uses on its own heads: its gradients are
                                 summed (by zero, since the spec says so)
-sequence_parallel               nothing, unless sequences are divided
+sequence_parallel               with sequence=True: runs on this rank's positions, gradients are summed; else nothing
+attention_core                  with context_axis: replaced by attention over divided sequences; else nothing
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ STYLES = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
     "sequence_parallel",
+    "attention_core",
 )
 
 

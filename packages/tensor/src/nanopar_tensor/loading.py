@@ -1,0 +1,147 @@
+"""Weights for a divided model without any rank ever holding the whole: from a function, or from safetensors files.
+
+    with torch.device("meta"): model = ...        nothing is allocated
+    specs = parallelize(model, plan, axis)        this rank's shapes, still nothing
+    fill(model, specs, value_of)                  one whole parameter at a time is made, this rank's part is kept
+    load_parts(model, specs, folder)              this rank's part of each is read, and nothing else
+
+With one stream of random numbers per parameter, seeded by its name, initial values do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopar_core import ParamSpec, Shard
+from nanopar_core.grid import split_sizes
+from nanopar_tensor.sharding import part_of
+
+INDEX = "model.safetensors.index.json"
+
+
+def whole_shape(part: Tensor, spec: ParamSpec) -> tuple[int, ...]:
+    """The shape of the parameter that ``part`` is this rank's part of."""
+    shape = list(part.shape)
+    for shard in spec.shards:
+        if shard.sections is not None:
+            shape[shard.dim] = sum(shard.sections)
+        elif shard.sizes is not None:
+            shape[shard.dim] = sum(shard.sizes)
+        else:
+            shape[shard.dim] *= shard.axis.size
+    return tuple(shape)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, specs: Mapping[str, ParamSpec], value_of: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+    """Give every parameter its part of ``value_of(name, whole shape)``; those on the meta device get storage.
+
+    ``value_of`` must give the same on all ranks: seed its random numbers by the name. A tied parameter is filled once,
+    under its first name. Buffers are left alone.
+    """
+    for name, parameter in list(model.named_parameters()):
+        spec = specs.get(name, ParamSpec())
+        shape = whole_shape(parameter, spec)
+        value = value_of(name, shape)
+        if value.shape != shape:
+            raise ValueError(f"value_of({name!r}) gave {list(value.shape)}, not {list(shape)}")
+        _give(model, parameter, part_of(value, spec))
+
+
+@torch.no_grad()
+def load_parts(model: nn.Module, specs: Mapping[str, ParamSpec], folder: str | Path) -> None:
+    """Read this rank's part of every parameter from the safetensors files of ``folder``, and nothing else.
+
+    Files as Hugging Face's libraries write them, one or several with an index, under the model's own names (one name of
+    a tied parameter is enough). Parameters on the meta device get storage; dtypes stay. Buffers are left alone.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        ValueError: no such files, a missing parameter or another shape; before anything is changed.
+    """
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ImportError("load_parts reads safetensors files: pip install safetensors") from None
+    files = _files(Path(folder))
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in sorted(set(files.values()))}
+        sources: list[tuple[nn.Parameter, Any, ParamSpec]] = []
+        for parameter, all_names in names.items():
+            found = next((name for name in all_names if name in files), None)
+            if found is None:
+                raise ValueError(f"{folder} has no {' or '.join(all_names)}")
+            spec = next((specs[name] for name in all_names if name in specs), ParamSpec())
+            source = opened[files[found]].get_slice(found)
+            shape = whole_shape(parameter, spec)
+            if tuple(source.get_shape()) != shape:
+                raise ValueError(f"{found} is {list(source.get_shape())} in {folder}, but {list(shape)} in the model")
+            sources.append((parameter, source, spec))
+        for parameter, source, spec in sources:
+            _give(model, parameter, _read_part(source, spec, parameter.dim()))
+
+
+def _read_part(source: Any, spec: ParamSpec, dims: int) -> Tensor:
+    """This rank's part of a file's tensor, in as many reads as it has pieces there."""
+    ranges: list[list[slice]] = [[slice(None)] for _ in range(dims)]
+    for shard in spec.shards:
+        if ranges[shard.dim] != [slice(None)]:
+            raise ValueError(f"two shards divide dim {shard.dim}: such a parameter cannot be read in parts")
+        ranges[shard.dim] = list(_ranges(shard, source.get_shape()[shard.dim]))
+    pieces: list[Tensor] = [source[place] if place else source[...] for place in product(*ranges)]
+    for dim in reversed(range(dims)):  # the last dim's pieces lie beside each other
+        count = len(ranges[dim])
+        if count > 1:
+            groups = [pieces[first : first + count] for first in range(0, len(pieces), count)]
+            pieces = [torch.cat(group, dim) for group in groups]
+    return pieces[0]
+
+
+def _ranges(shard: Shard, length: int) -> Iterator[slice]:
+    """Where this rank's pieces lie along the dim: one in each section."""
+    start = 0
+    for section in shard.sections or (length,):
+        sizes = shard.sizes or split_sizes(section, shard.axis.size)
+        first = start + sum(sizes[: shard.axis.rank])
+        yield slice(first, first + sizes[shard.axis.rank])
+        start += section
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """File by name of the tensor."""
+    from safetensors import safe_open
+
+    index = folder / INDEX
+    if index.is_file():
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in places.items()}
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    if not found:
+        raise ValueError(f"{folder} holds no safetensors files")
+    return found
+
+
+def _give(model: nn.Module, parameter: nn.Parameter, part: Tensor) -> None:
+    """Write the values; a parameter of the meta device is replaced wherever the model has it."""
+    if not parameter.is_meta:
+        parameter.copy_(part)
+        return
+    filled = nn.Parameter(part.to(parameter.dtype).clone(), requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            if own is parameter:
+                setattr(module, name, filled)

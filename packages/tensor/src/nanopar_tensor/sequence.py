@@ -1,0 +1,186 @@
+"""Sequence parallelism: between the divided layers every rank has some positions.
+
+("Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al. 2022, section 4.2.2.)
+
+    x [B, S, D] --scatter--> [B, S/N, D]   norms, residuals: on this rank's positions
+                                  |
+                               gather      [B, S, D], the input of the column layers       backward: reduce_scatter
+                               sum         reduce_scatter of the row layers' summands      backward: gather
+                                  |
+                             [B, S/N, D] --gather after the last norm, or in the head
+
+All-gather and reduce-scatter together send what one all-reduce sends. A column layer keeps its part of the input and
+gathers it again in backward, so that activations between two divided layers take 1/N of the memory everywhere.
+
+Positions are divided as evenly as possible, the first ranks having one more; nothing is padded.
+
+Shapes: B batch, S positions, D hidden size, N ranks; the positions are dim -2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from nanopar_core import Axis, Pending, all_reduce
+from nanopar_core.along import all_gather_along, reduce_scatter_along
+from nanopar_core.autograd import all_gather_fwd_split_bwd, split_fwd_all_gather_bwd
+from nanopar_core.grid import split_sizes
+from nanopar_tensor.recompute import sum_once
+
+Sizes = tuple[int, ...]
+
+
+class Boundary(Protocol):
+    """What happens to activations where a divided layer begins and ends."""
+
+    axis: Axis
+
+    def sizes_of_part(self, x: Tensor) -> Sizes:
+        """Positions by rank of the activations that ``x`` is this rank's part of."""
+
+    def sizes_of_whole(self, x: Tensor) -> Sizes:
+        """Positions by rank of ``x``, which has all of them."""
+
+    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
+        """The whole input of a divided layer."""
+
+    def sum(self, summand: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
+        """What this rank keeps of the sum of all ranks' ``summand``, which may be overwritten."""
+
+
+class WholeSequence:
+    """Tensor parallelism alone: every rank has all positions, and sums are all-reduced."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def sizes_of_part(self, x: Tensor) -> Sizes:  # noqa: ARG002
+        """Nothing is divided."""
+        return ()
+
+    def sizes_of_whole(self, x: Tensor) -> Sizes:  # noqa: ARG002
+        """Nothing is divided."""
+        return ()
+
+    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:  # noqa: ARG002
+        """``x`` itself."""
+        return Pending(x)
+
+    def sum(self, summand: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:  # noqa: ARG002
+        """The sum, on all ranks."""
+        return all_reduce(summand, self.axis, out=summand, label=label, async_op=True)
+
+
+class DividedSequence:
+    """Sequence parallelism: every rank has some positions. Knows the length of the sequence that was scattered last."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.length = axis, 0
+
+    def sizes_of_whole(self, x: Tensor) -> Sizes:
+        """As even as possible."""
+        return split_sizes(x.shape[-2], self.axis.size)
+
+    def sizes_of_part(self, x: Tensor) -> Sizes:
+        """Those of the sequence that was scattered last.
+
+        Raises:
+            ValueError: ``x`` does not have this rank's number of positions.
+        """
+        sizes = split_sizes(self.length, self.axis.size)
+        if x.shape[-2] != sizes[self.axis.rank]:
+            raise ValueError(
+                f"rank {self.axis.rank} of axis {self.axis.name} has {sizes[self.axis.rank]} of the {self.length} "
+                f"positions scattered last, but {x.shape[-2]} were given to a divided layer: under sequence "
+                "parallelism positions cannot be selected before the head (logits_to_keep), nor sequences of several "
+                "lengths be recomputed in one backward pass"
+            )
+        return sizes
+
+    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
+        """``[.., S/N, D] -> [.., S, D]``."""
+        return all_gather_along(x, self.axis, -2, sizes, label=label)
+
+    def sum(self, summand: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
+        """``[.., S, D] -> [.., S/N, D]``, summed."""
+        return reduce_scatter_along(summand, self.axis, -2, sizes, label=label)
+
+    # ------------------------------------------------------------------------- the same with a gradient, as hooks
+
+    def scatter(self, x: Tensor, label: str) -> Tensor:
+        """This rank's positions of ``x``, the same on all ranks; the sequence that the layers below now work on.
+
+        Raises:
+            ValueError: fewer positions than ranks, or no such dim.
+        """
+        if x.dim() < 2 or x.shape[-2] < self.axis.size:
+            raise ValueError(
+                f"sequence parallelism needs [.., positions, width] with at least {self.axis.size} positions, one for "
+                f"each rank of axis {self.axis.name}, not {list(x.shape)}"
+            )
+        self.length = x.shape[-2]
+        return split_fwd_all_gather_bwd(x, self.axis, x.dim() - 2, label=label)
+
+    def collect(self, x: Tensor, label: str) -> Tensor:
+        """All positions, of which all ranks make the same use."""
+        return all_gather_fwd_split_bwd(x, self.axis, x.dim() - 2, sizes=self.sizes_of_part(x), label=label)
+
+    def collect_once(self, x: Tensor, label: str) -> Tensor:
+        """Likewise; a block that is recomputed keeps them, and does not gather them again."""
+        return _CollectOnce.apply(x, self, label)  # type: ignore[no-any-return, no-untyped-call]
+
+    def split(self, x: Tensor, label: str) -> Tensor:
+        """This rank's positions again, of what all ranks have."""
+        return split_fwd_all_gather_bwd(x, self.axis, x.dim() - 2, label=label)
+
+
+class _CollectOnce(torch.autograd.Function):
+    """Forward: all positions. Backward: this rank's part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divided: DividedSequence, label: str) -> Tensor:
+        ctx.rank, ctx.sizes = divided.axis.rank, divided.sizes_of_part(x)
+        return sum_once(lambda: divided.gather(x, ctx.sizes, label).wait())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.split(ctx.sizes, -2)[ctx.rank], None, None
+
+
+# ---------------------------------------------------------------------------------------------- at a module's border
+
+
+def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Have ``module`` called with ``change(x)`` in place of ``x``, its first tensor of floating point."""
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for place, value in enumerate(args):
+            if _is_activation(value):
+                return (*args[:place], change(value), *args[place + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value):
+                return args, {**kwargs, name: change(value)}
+        raise ValueError(f"{type(module).__name__} was called without activations, which are to be divided here")
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Have ``module`` return ``change(y)`` in place of ``y``, its output or the first of several."""
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        return change(output)
+
+    module.register_forward_hook(after)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,42 @@
+"""torch's private names that this package needs, in one place; a test fails when torch changes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CUDA_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def has_flash(q: Tensor) -> bool:
+    """Whether a flash kernel that gives out its log-sum-exp serves such queries."""
+    return q.is_cpu or (q.is_cuda and q.dtype in _CUDA_DTYPES and q.shape[-1] <= 256)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, Q, C]`` and log-sum-exp ``[B, H, Q]``; as many key as query heads."""
+    ops = torch.ops.aten
+    if q.is_cpu:
+        out, total = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    else:
+        out, total, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out, total
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``q``, ``k``, ``v``, given the output and the log-sum-exp."""
+    ops, total = torch.ops.aten, total.contiguous()
+    found: tuple[Tensor, Tensor, Tensor]
+    if q.is_cpu:
+        found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad.contiguous(), q, k, v, out.contiguous(), total, 0.0, causal, scale=scale
+        )
+    else:
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, and of sequences of many lengths
+        found = ops._scaled_dot_product_flash_attention_backward(
+            grad.contiguous(), q, k, v, out.contiguous(), total, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            unused, unused, scale=scale,
+        )  # fmt: skip
+    return found
