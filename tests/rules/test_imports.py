@@ -58,7 +58,8 @@ def test_what_is_imported_is_declared(package: str) -> None:
 
     def names(distributions: dict[str, str]) -> set[str]:
         brought = {"yaml" for rest in distributions.values() if "[yaml]" in rest}
-        return {name.replace("-", "_").lower() for name in distributions} | brought
+        modules = {"megatron-core": "megatron"}
+        return {modules.get(name, name).replace("-", "_").lower() for name in distributions} | brought
 
     known = set(sys.stdlib_module_names) | {f"nanopar_{package}"}
     optional_helper = {"transformers"} if package == "models" else set()  # the hub's files, where it is there anyway
@@ -108,6 +109,7 @@ DISTRIBUTED: dict[str, tuple[str, ...]] = {
     "nanopar_sft/environment.py": ("torch.distributed.is_backend_available",),
     # what `compare` measures nanopar against
     "nanopar_sft/peers.py": ("torch.distributed.fsdp", "torch.distributed.optim"),
+    "nanopar_sft/peers_tensor.py": (*GROUPS, "torch.distributed.tensor"),
 }
 SUBMODULES = (
     "algorithms",

@@ -70,7 +70,7 @@ def load_parts(model: nn.Module, specs: Mapping[str, ParamSpec], folder: str | P
     try:
         from safetensors import safe_open
     except ImportError:
-        raise ImportError("load_parts reads safetensors files: pip install safetensors") from None
+        raise ImportError('load_parts reads safetensors files: pip install "nanopar-tensor[files]"') from None
     files = _files(Path(folder))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

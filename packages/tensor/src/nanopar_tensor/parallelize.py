@@ -176,10 +176,10 @@ class _Planner:
 
     def _column(self, name: str, style: str, module: nn.Linear) -> _Piece:
         features = module.out_features
-        if style == "colwise_gather_output" or features in self.vocabularies:
+        heads = self._heads(name, features)
+        if style == "colwise_gather_output" or (not heads and features in self.vocabularies):
             spec = self._of_vocabulary(features)
             return _Piece(name, style, module, self._specs(name, module, weight=spec, bias=spec))
-        heads = self._heads(name, features)
         size = self.axis.size
         if heads and heads < size and size % heads == 0:
             if heads not in self.split_axes:

@@ -29,7 +29,7 @@ class _Kept:
     next_one: int | None = None  # None: the first pass
 
 
-_KEPT: ContextVar[_Kept | None] = ContextVar("nanopar_tensor_kept_sums", default=None)
+_KEPT: ContextVar[_Kept | None] = ContextVar("kept sums", default=None)
 
 
 def keep_sums() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
