@@ -18,7 +18,7 @@ def test_every_parameter_lies_once_in_its_place(
     described: list[tuple[torch.Size, int, int, str]], bucket_bytes: int
 ) -> None:
     items = [Item(f"p{i}", shape, size, group, (key, size)) for i, (shape, size, group, key) in enumerate(described)]
-    layouts = bucket_layouts(items, bucket_bytes)
+    layouts = bucket_layouts(items, lambda _key: bucket_bytes)
     assert sorted(slot.item.name for layout in layouts for slot in layout.slots) == sorted(item.name for item in items)
     for layout in layouts:
         assert len({slot.item.key for slot in layout.slots}) == 1
@@ -52,7 +52,7 @@ def test_every_parameter_lies_once_in_its_place(
 def test_two_groups_by_hand() -> None:
     shapes = [(3,), (40,), (0, 5), (5,)]
     items = [Item(f"p{i}", torch.Size(shape), 4, i % 2, "key") for i, shape in enumerate(shapes)]
-    first, second = bucket_layouts(items, bucket_bytes=100)
+    first, second = bucket_layouts(items, lambda _key: 100)
     assert [(slot.item.name, slot.start) for slot in first.slots] == [("p2", 0), ("p1", 0), ("p3", 64)]
     assert [(run.group, run.start, run.stop) for run in first.runs] == [(0, 0, 0), (1, 0, 96)]
     assert [(slot.item.name, slot.start) for slot in second.slots] == [("p0", 0)]
@@ -70,7 +70,7 @@ def test_work_grows_with_the_number_of_parameters_only() -> None:
 
         sys.setprofile(count_call)
         try:
-            bucket_layouts(items, bucket_bytes=25 * 2**20)
+            bucket_layouts(items, lambda _key: 25 * 2**20)
         finally:
             sys.setprofile(None)
         return made

@@ -73,7 +73,9 @@ def torch_tensor(setup: Setup, *, sequence: bool) -> Step:
 
     def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
         labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-        return F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+        loss: Any = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+        whole: Tensor = loss.to_local()
+        return whole
 
     def step(batch: Tensor) -> Tensor:
         with loss_parallel():
@@ -81,7 +83,7 @@ def torch_tensor(setup: Setup, *, sequence: bool) -> Step:
         _sum_together(of_heads, setup)
         optimizer.step()
         optimizer.zero_grad()
-        return total.full_tensor() if hasattr(total, "full_tensor") else total
+        return total
 
     return step
 

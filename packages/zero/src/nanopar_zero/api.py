@@ -118,9 +118,13 @@ def shard(
     items = [
         _item(name, p, group_of.get(name, 0), reduction_of(name), unit_of[name], divides) for name, p in flat.items()
     ]
-    layouts = bucket_layouts(
-        items, float("inf") if divides.divides_parameters else bucket_bytes, lambda key: _key(key).reduction.parts
-    )
+
+    def bytes_of(key: Hashable) -> float:
+        if divides.divides_parameters:
+            return float("inf")  # all parameters of a unit
+        return bucket_bytes if _key(key).reduction.communicates else 1  # a parameter's own gradient needs no copy
+
+    layouts = bucket_layouts(items, bytes_of, lambda key: _key(key).reduction.parts)
     if divides.divides_parameters:  # the last unit has its gradients first, the root's are there at the end
         layouts.sort(key=lambda layout: -_key(layout.slots[0].item.key).unit)
     _check_equal_plans(layouts, 1 + len(copies), home(next(iter(flat.values()))))

@@ -67,6 +67,11 @@ class Reduction:
         return (self.data_axis, *self.more_axes)
 
     @property
+    def communicates(self) -> bool:
+        """Whether anything is ever sent."""
+        return any(axis.communicates for axis in self.axes)
+
+    @property
     def parts(self) -> int:
         """Number of ranks that hold different parts of the bucket."""
         return self.data_axis.size if self.divided else 1

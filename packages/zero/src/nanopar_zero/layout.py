@@ -83,11 +83,14 @@ class BucketLayout:
 
 
 def bucket_layouts(
-    items: Sequence[Item], bucket_bytes: float, parts_of: Callable[[Hashable], int] = lambda _key: 1
+    items: Sequence[Item],
+    bytes_of: Callable[[Hashable], float],
+    parts_of: Callable[[Hashable], int] = lambda _key: 1,
 ) -> list[BucketLayout]:
     """Divide the parameters, given in model order, into buckets in the order in which backward completes them.
 
-    ``parts_of(key)`` is the number of ranks among which a bucket is divided: its length is a multiple of that.
+    ``bytes_of(key)``: a bucket with so much is closed. ``parts_of(key)``: the number of ranks among which a bucket is
+    divided: its length is a multiple of that.
     """
     open_buckets: dict[Hashable, list[Item]] = {}
     filled: dict[Hashable, int] = {}
@@ -95,7 +98,7 @@ def bucket_layouts(
     for item in reversed(items):
         open_buckets.setdefault(item.key, []).append(item)
         filled[item.key] = filled.get(item.key, 0) + item.shape.numel() * item.itemsize
-        if filled[item.key] >= bucket_bytes:
+        if filled[item.key] >= bytes_of(item.key):
             closed.append(open_buckets.pop(item.key))
             filled[item.key] = 0
     closed.extend(open_buckets.values())
