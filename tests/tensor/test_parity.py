@@ -267,8 +267,8 @@ def test_recomputation_sends_nothing_again(name: str, how: str) -> None:
 def input_gradient_not_summed(name: str, size: int) -> dict[str, Any]:
     real = WholeSequence.sum
 
-    def only_forward(self: WholeSequence, x: Tensor, sizes: Any, label: str) -> core.Pending[Tensor]:
-        return real(self, x, sizes, label) if label.endswith("down") else core.Pending(x)
+    def only_forward(self: WholeSequence, make: Any, sizes: Any, label: str) -> core.Pending[Tensor]:
+        return real(self, make, sizes, label) if label.endswith("down") else core.Pending(make(0))
 
     WholeSequence.sum = only_forward  # type: ignore[method-assign]
     return on_this_rank(name, size)
@@ -277,10 +277,13 @@ def input_gradient_not_summed(name: str, size: int) -> dict[str, Any]:
 def bias_on_every_rank(name: str, size: int) -> dict[str, Any]:
     real = WholeSequence.sum
 
-    def with_bias(self: WholeSequence, x: Tensor, sizes: Any, label: str) -> core.Pending[Tensor]:
-        if label.endswith("down"):
-            x[..., 0] += 0.01
-        return real(self, x, sizes, label)
+    def with_bias(self: WholeSequence, make: Any, sizes: Any, label: str) -> core.Pending[Tensor]:
+        def biased(number: int) -> Tensor:
+            summand: Tensor = make(number)
+            summand[..., 0] += 0.01 * label.endswith("down")
+            return summand
+
+        return real(self, biased, sizes, label)
 
     WholeSequence.sum = with_bias  # type: ignore[method-assign]
     return on_this_rank(name, size)

@@ -316,7 +316,7 @@ def broadcast(
         peers = [peer for peer in range(axis.size) if peer != src]
         sends = [(tensor, peer) for peer in peers] if axis.rank == src else []
         receives = [] if axis.rank == src else [(tensor, src)]
-        return _answer(Pending(tensor, _exchange(sends, receives, axis)), async_op)
+        return _answer(Pending(tensor, exchange(sends, receives, axis)), async_op)
     work = dist.broadcast(tensor, group_src=src, group=axis.group, async_op=True)
     return _answer(Pending(tensor, _works(work)), async_op)
 
@@ -354,7 +354,7 @@ def send_recv(
     if comparison is not None:
         return _answer(_send_recv_with_headers(sends, receives, axis, label, comparison), async_op)
     buffers = [buffer for buffer, _ in receives]
-    works = _exchange(sends, receives, axis)
+    works = exchange(sends, receives, axis)
     return _answer(Pending(buffers, works, [tensor for tensor, _ in sends]), async_op)
 
 
@@ -372,8 +372,8 @@ def _all_reduce_of_two(tensor: Tensor, axis: Axis, op: ReduceOp, out: Tensor) ->
     """Each sends the other all it has, as many bytes as any way takes, and combines: one message's latency, not two."""
     peer = 1 - axis.rank
     other = torch.empty_like(tensor)
-    works = _exchange([(tensor, peer)], [(other, peer)], axis)
-    return Pending(out, works, [tensor, other], lambda: _combine(tensor, [other], op, out))
+    works = exchange([(tensor, peer)], [(other, peer)], axis)
+    return Pending(out, works, [tensor, other], lambda: combine(tensor, [other], op, out))
 
 
 def _reduce_scatter_direct(
@@ -392,17 +392,17 @@ def _reduce_scatter_direct(
 
     def receive(i: int) -> tuple[list[Tensor], list[dist.Work]]:
         buffers = [buffer[: own[i].numel()] for buffer in ring[i % len(ring)]]
-        return buffers, _exchange([], list(zip(buffers, peers, strict=True)), axis)
+        return buffers, exchange([], list(zip(buffers, peers, strict=True)), axis)
 
     arriving = deque(receive(i) for i in range(len(ring)))
-    sends = _exchange([(piece, peer) for peer in peers for piece in parts[peer]], [], axis)
+    sends = exchange([(piece, peer) for peer in peers for piece in parts[peer]], [], axis)
 
     def finish() -> None:
         for i in range(len(own)):
             others, works = arriving.popleft()
             for work in works:
                 work.wait()
-            _combine(own[i], others, op, results[i])
+            combine(own[i], others, op, results[i])
             if i + len(ring) < len(own):
                 arriving.append(receive(i + len(ring)))
         for work in sends:  # last: a peer may take the last pieces only when it has got those that it waits for
@@ -411,7 +411,7 @@ def _reduce_scatter_direct(
     return Pending(out, [], [tensor], finish)
 
 
-def _combine(own: Tensor, others: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
+def combine(own: Tensor, others: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
     """Reduce equally long pieces into ``out``, which may be ``own``; sums of 16-bit floats are rounded once."""
     if _sums_badly(own, op) and len(others) > 1:  # torch adds two in fp32 by itself
         total = own.float()
@@ -432,7 +432,7 @@ def _all_gather_direct(part: Tensor, axis: Axis, sizes: Sequence[int], out: Tens
     if places[axis.rank].data_ptr() != part.data_ptr():
         places[axis.rank].copy_(part)
     peers = _peers(axis)
-    works = _exchange([(part, peer) for peer in peers], [(places[peer], peer) for peer in peers], axis)
+    works = exchange([(part, peer) for peer in peers], [(places[peer], peer) for peer in peers], axis)
     return Pending(out, works, [part])
 
 
@@ -441,7 +441,7 @@ def _peers(axis: Axis) -> list[int]:
     return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
 
-def _exchange(sends: Sequence[Message], receives: Sequence[Message], axis: Axis, tag: int = 0) -> list[dist.Work]:
+def exchange(sends: Sequence[Message], receives: Sequence[Message], axis: Axis, tag: int = 0) -> list[dist.Work]:
     """Start point-to-point messages, receives first; empty ones are left out on both sides."""
     sends, receives = ([message for message in messages if message[0].numel()] for messages in (sends, receives))
     if all(tensor.device.type == "cpu" for tensor, _ in [*sends, *receives]):  # gloo batches nothing: save the checks
@@ -461,12 +461,12 @@ def _send_recv_with_headers(
     Since the receiver posts its buffer late, a sender must not wait for it: it sends a copy that ``comparison`` keeps.
     """
     incoming = [(torch.zeros(debug.HEADER_BYTES, dtype=torch.uint8, device=t.device), peer) for t, peer in receives]
-    headers = [_exchange([], [message], axis, debug.HEADER_TAG) for message in incoming]
+    headers = [exchange([], [message], axis, debug.HEADER_TAG) for message in incoming]
     outgoing = [(debug.header(tensor, label), peer) for tensor, peer in sends]
     copies = [(tensor.clone(), peer) for tensor, peer in sends]
-    works = _exchange(outgoing, [], axis, debug.HEADER_TAG) + _exchange(copies, [], axis)
+    works = exchange(outgoing, [], axis, debug.HEADER_TAG) + exchange(copies, [], axis)
     comparison.keep(works, [tensor for tensor, _ in [*outgoing, *copies]])
-    early = _exchange([], receives, axis) if any(tensor.is_cuda for tensor, _ in receives) else []  # NCCL has no tags
+    early = exchange([], receives, axis) if any(tensor.is_cuda for tensor, _ in receives) else []  # NCCL has no tags
 
     def finish() -> None:
         for (received, peer), work, (buffer, _) in zip(incoming, headers, receives, strict=True):
@@ -478,7 +478,7 @@ def _send_recv_with_headers(
                     f"rank {axis.rank} of {axis.name} got no message '{label}' from rank {peer} within {limit}"
                 ) from error
             debug.check_header(received, buffer, label, peer, axis)
-        for arriving in early or _exchange([], receives, axis):
+        for arriving in early or exchange([], receives, axis):
             arriving.wait()
 
     return Pending([buffer for buffer, _ in receives], finish=finish)

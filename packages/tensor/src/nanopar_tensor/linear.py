@@ -23,7 +23,7 @@ Shapes: D input features, H output features, N ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from nanopar_core.autograd import all_gather_fwd_split_bwd
 from nanopar_core.grid import split_sizes
 from nanopar_tensor.recompute import is_recomputed, sum_once
 from nanopar_tensor.sequence import Boundary, WholeSequence
+
+R = TypeVar("R")
 
 
 class ColumnGroup:
@@ -164,12 +166,16 @@ class _ColumnLinears(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.boundary, ctx.label = boundary, group.label
         ctx.sizes = boundary.sizes_of_part(x) if whole is None else boundary.sizes_of_whole(whole)
-        if whole is None:
-            whole = boundary.gather(x, ctx.sizes, group.label).wait()
+        gathered = Pending([whole]) if whole is not None else boundary.gather(x, ctx.sizes, group.label)
+
+        def outputs_of(part: Tensor) -> list[Tensor]:
+            return [F.linear(part, w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+
+        parts, outputs = _each_as_it_comes(gathered, boundary.axis.rank, outputs_of)
         ctx.is_whole = group.keeps_whole or is_recomputed()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(whole if ctx.is_whole else x, *weights)
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        ctx.save_for_backward(_joined(parts) if ctx.is_whole else x, *weights)
+        return tuple(_joined(list(of_parts)) for of_parts in zip(*outputs, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -179,30 +185,29 @@ class _ColumnLinears(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return None, None, None, None, *[None] * (2 * count)
         needs_w, needs_b = ctx.needs_input_grad[4 : 4 + count], ctx.needs_input_grad[4 + count :]
-        gathered = Pending(x)
+        gathered = Pending([x])
         if not ctx.is_whole and any(needs_w):  # meanwhile the gradient of the input is computed
             gathered = boundary.gather(x, ctx.sizes, ctx.label)
-        flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]
         summed = None
         if ctx.needs_input_grad[0]:
-            summed = boundary.sum(_input_gradient(grads, flat, x, weights), ctx.sizes, ctx.label)
-        rows = gathered.wait().flatten(0, -2)
+            pieces = [None if grad is None else grad.split(ctx.sizes, -2) for grad in grads]
+            summed = boundary.sum(lambda number: _input_gradient(pieces, number, weights), ctx.sizes, ctx.label)
+        rows = _joined(gathered.wait()).flatten(0, -2)
+        flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]
         of_weights = [g.T @ rows if g is not None and need else None for g, need in zip(flat, needs_w, strict=True)]
         of_biases = [g.sum(0) if g is not None and need else None for g, need in zip(flat, needs_b, strict=True)]
         return None if summed is None else summed.wait(), None, None, None, *of_weights, *of_biases
 
 
-def _input_gradient(
-    grads: tuple[Tensor | None, ...], flat: list[Tensor | None], x: Tensor, weights: list[Tensor]
-) -> Tensor:
-    """This rank's summand, for all positions."""
-    share = None
-    for grad, weight in zip(flat, weights, strict=True):
-        if grad is not None:
-            share = grad @ weight if share is None else share.addmm_(grad, weight)
-    leading = next(grad.shape[:-1] for grad in grads if grad is not None)
+def _input_gradient(grads: list[tuple[Tensor, ...] | None], number: int, weights: list[Tensor]) -> Tensor:
+    """This rank's summand, for one part of the positions."""
+    share, shape = None, torch.Size()
+    for pieces, weight in zip(grads, weights, strict=True):
+        if pieces is not None:
+            piece, shape = pieces[number].flatten(0, -2), pieces[number].shape
+            share = piece @ weight if share is None else share.addmm_(piece, weight)
     assert share is not None
-    return share.view(*leading, x.shape[-1])
+    return share.view(*shape[:-1], share.shape[-1])
 
 
 class _RowLinear(torch.autograd.Function):
@@ -213,7 +218,8 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.boundary, ctx.label = boundary, label
         ctx.sizes = boundary.sizes_of_whole(x)
-        y = sum_once(lambda: boundary.sum(F.linear(x, weight), ctx.sizes, label).wait())
+        pieces = x.split(ctx.sizes, -2)
+        y = sum_once(lambda: boundary.sum(lambda number: F.linear(pieces[number], weight), ctx.sizes, label).wait())
         if bias is None:
             return y
         return y + bias if is_recomputed() else y.add_(bias)  # what is kept stays as it is
@@ -223,15 +229,37 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        whole = ctx.boundary.gather(grad, ctx.sizes, ctx.label).wait()
-        rows = whole.flatten(0, -2)
+        gathered = ctx.boundary.gather(grad, ctx.sizes, ctx.label)
+        parts, of_x = _each_as_it_comes(
+            gathered, ctx.boundary.axis.rank, lambda part: part @ weight if needs_x else part
+        )
+        of_weight = None
+        if needs_weight:
+            for part, piece in zip(parts, x.split(ctx.sizes, -2), strict=True):
+                more = part.flatten(0, -2).T, piece.flatten(0, -2)
+                of_weight = more[0] @ more[1] if of_weight is None else of_weight.addmm_(*more)
         return (
-            whole @ weight if needs_x else None,
-            rows.T @ x.flatten(0, -2) if needs_weight else None,
+            _joined(of_x) if needs_x else None,
+            of_weight,
             grad.flatten(0, -2).sum(0) if needs_bias else None,
             None,
             None,
         )
+
+
+def _each_as_it_comes(
+    gathered: Pending[list[Tensor]], rank: int, compute: Callable[[Tensor], R]
+) -> tuple[list[Tensor], list[R]]:
+    """All parts and ``compute`` of each: first of this rank's own, while the others travel."""
+    own = rank if len(gathered.result) > 1 else 0
+    first = compute(gathered.result[own])
+    parts = gathered.wait()
+    return parts, [first if number == own else compute(part) for number, part in enumerate(parts)]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Along the positions."""
+    return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
 
 def _cast_for_autocast(x: Tensor) -> Callable[[Tensor], Tensor]:

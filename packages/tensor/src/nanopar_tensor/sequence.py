@@ -10,7 +10,8 @@
                              [B, S/N, D] --gather after the last norm, or in the head
 
 All-gather and reduce-scatter together send what one all-reduce sends. A column layer keeps its part of the input and
-gathers it again in backward, so that activations between two divided layers take 1/N of the memory everywhere.
+gathers it again in backward, so that activations between two divided layers take 1/N of the memory everywhere. The
+products are done for one rank's positions after the other, while those of others travel (``nanopar_core.in_parts``).
 
 Positions are divided as evenly as possible, the first ranks having one more; nothing is padded.
 
@@ -27,30 +28,35 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nanopar_core import Axis, Pending, all_reduce
-from nanopar_core.along import all_gather_along, reduce_scatter_along
+from nanopar_core.along import all_gather_along
 from nanopar_core.autograd import all_gather_fwd_split_bwd, split_fwd_all_gather_bwd
 from nanopar_core.grid import split_sizes
+from nanopar_core.in_parts import gather_parts, sum_parts
 from nanopar_tensor.recompute import sum_once
 
 Sizes = tuple[int, ...]
 
 
 class Boundary(Protocol):
-    """What happens to activations where a divided layer begins and ends."""
+    """What happens to activations where a divided layer begins and ends.
+
+    A layer works part by part: on the positions of one rank after the other, so that its products overlap with what
+    travels. Without sequence parallelism there is one part, which every rank has.
+    """
 
     axis: Axis
 
     def sizes_of_part(self, x: Tensor) -> Sizes:
-        """Positions by rank of the activations that ``x`` is this rank's part of."""
+        """Positions by part of the activations that ``x`` is this rank's part of."""
 
     def sizes_of_whole(self, x: Tensor) -> Sizes:
-        """Positions by rank of ``x``, which has all of them."""
+        """Positions by part of ``x``, which has all of them."""
 
-    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
-        """The whole input of a divided layer."""
+    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[list[Tensor]]:
+        """The parts of the input of a divided layer; this rank's own is there at once."""
 
-    def sum(self, summand: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
-        """What this rank keeps of the sum of all ranks' ``summand``, which may be overwritten."""
+    def sum(self, make: Callable[[int], Tensor], sizes: Sizes, label: str) -> Pending[Tensor]:
+        """What this rank keeps of the sum of what the ranks make: ``make(number)`` for one part, a new tensor."""
 
 
 class WholeSequence:
@@ -59,20 +65,21 @@ class WholeSequence:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def sizes_of_part(self, x: Tensor) -> Sizes:  # noqa: ARG002
-        """Nothing is divided."""
-        return ()
+    def sizes_of_part(self, x: Tensor) -> Sizes:
+        """One part."""
+        return (x.shape[-2],)
 
-    def sizes_of_whole(self, x: Tensor) -> Sizes:  # noqa: ARG002
-        """Nothing is divided."""
-        return ()
+    def sizes_of_whole(self, x: Tensor) -> Sizes:
+        """One part."""
+        return self.sizes_of_part(x)
 
-    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:  # noqa: ARG002
+    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[list[Tensor]]:  # noqa: ARG002
         """``x`` itself."""
-        return Pending(x)
+        return Pending([x])
 
-    def sum(self, summand: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:  # noqa: ARG002
+    def sum(self, make: Callable[[int], Tensor], sizes: Sizes, label: str) -> Pending[Tensor]:  # noqa: ARG002
         """The sum, on all ranks."""
+        summand = make(0)
         return all_reduce(summand, self.axis, out=summand, label=label, async_op=True)
 
 
@@ -102,13 +109,13 @@ class DividedSequence:
             )
         return sizes
 
-    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
-        """``[.., S/N, D] -> [.., S, D]``."""
-        return all_gather_along(x, self.axis, -2, sizes, label=label)
+    def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[list[Tensor]]:
+        """``[.., S/N, D]`` of every rank."""
+        return gather_parts(x, self.axis, sizes, label=label)
 
-    def sum(self, summand: Tensor, sizes: Sizes, label: str) -> Pending[Tensor]:
-        """``[.., S, D] -> [.., S/N, D]``, summed."""
-        return reduce_scatter_along(summand, self.axis, -2, sizes, label=label)
+    def sum(self, make: Callable[[int], Tensor], sizes: Sizes, label: str) -> Pending[Tensor]:
+        """``[.., S/N, D]``, summed."""
+        return sum_parts(make, self.axis, sizes, label=label)
 
     # ------------------------------------------------------------------------- the same with a gradient, as hooks
 
@@ -145,7 +152,7 @@ class _CollectOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, divided: DividedSequence, label: str) -> Tensor:
         ctx.rank, ctx.sizes = divided.axis.rank, divided.sizes_of_part(x)
-        return sum_once(lambda: divided.gather(x, ctx.sizes, label).wait())
+        return sum_once(lambda: all_gather_along(x, divided.axis, -2, ctx.sizes, label=label).wait())
 
     @staticmethod
     @once_differentiable
