@@ -20,7 +20,9 @@ What the simulation knows of each stage (b: a bucket or unit, sent when ready an
     1, 2   reduce_scatter(b) likewise; all_gather(b) after the update, waited for by the next forward, unit by unit
     3      all_gather of a unit, one unit ahead, before its forward and again before its backward; then reduce_scatter
 
-``-alone`` rows have nothing to hide behind: one bucket for everything, or no prefetch.
+``-alone`` rows have nothing to hide behind: one bucket for everything, or no prefetch; under tensor parallelism
+(``tp``, ``tp-sp``: every rank has the whole batch) every message is waited for before the computation goes on. These
+have no critical path: what a layer sends, the next one needs.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +48,10 @@ from torch import Tensor, nn
 import nanopar_core as core
 import nanopar_zero as zero
 from nanopar_sft import machine, peers, workload
+from nanopar_sft.candidates import CANDIDATES
 from nanopar_sft.compare import versions
 from nanopar_sft.setup import Setup, train_on_parts
+from nanopar_tensor.sequence import DividedSequence, WholeSequence
 
 BUCKET_BYTES = 8 * 2**20
 MIB = 2**20
@@ -67,7 +73,8 @@ STRATEGIES = {
     "zero0-alone": Strategy(0, {"bucket_bytes": 2**40}),
     "zero3-alone": Strategy(3, {"prefetch": 0}),
 }
-PEERS = ("torch-ddp", "fsdp2-keep", "fsdp2-reshard")
+TENSOR = ("tp", "tp-alone", "tp-sp", "tp-sp-alone")
+PEERS = ("torch-ddp", "fsdp2-keep", "fsdp2-reshard", "torch-tp", "torch-tp-sp")
 
 
 @dataclass
@@ -245,6 +252,8 @@ def measure(name: str, setup: Setup, batch: Tensor, steps: int) -> Row:
         seconds = step_seconds(peers.PEERS[name].build(setup), batch, setup.axis, steps)
         times = local_times(setup, batch, [""], [])
         return Row(name, seconds, times.end_of_backward + times.update, measure_goodput(setup.axis))
+    if name in TENSOR:
+        return measure_tensor(name, setup, batch, steps)
     strategy = STRATEGIES[name]
     model = setup.make_model()
     optimizer = zero.shard(
@@ -282,6 +291,29 @@ def measure(name: str, setup: Setup, batch: Tensor, steps: int) -> Row:
     )
 
 
+def measure_tensor(name: str, setup: Setup, batch: Tensor, steps: int) -> Row:
+    """Tensor parallelism, with or without anything beside its messages."""
+    plain, _, alone = name.partition("-alone")
+    with ExitStack() as stack:
+        if name.endswith("alone"):
+            for boundary in (WholeSequence, DividedSequence):
+                for what in ("gather", "sum"):
+                    waits = partialmethod(_and_wait, getattr(boundary, what))
+                    stack.enter_context(mock.patch.object(boundary, what, waits))
+        step = CANDIDATES[plain + alone].build(setup)
+        with core.ledger() as book:
+            step(batch)
+            sent = sum(record.bytes for record in book.records)
+        seconds = step_seconds(step, batch, setup.axis, steps)
+    times = local_times(setup, batch, [""], [])
+    return Row(name, seconds, times.end_of_backward + times.update, measure_goodput(setup.axis), sent)
+
+
+def _and_wait(boundary: Any, action: Callable[..., core.Pending[Any]], *args: Any, **kwargs: Any) -> core.Pending[Any]:
+    """Start a collective, and do nothing until it is done."""
+    return core.Pending(action(boundary, *args, **kwargs).wait())
+
+
 def _own_bytes(buckets: Sequence[Any], name: str, units: Sequence[Any], sizes: dict[int, float]) -> float:
     """What a unit adds to the bytes that must have arrived: of a shared bucket its own parameters' share."""
     inside = [unit.name + "." for unit in units if unit.name]
@@ -312,7 +344,7 @@ def markdown(rows: Sequence[Row], title: str) -> str:
 def main() -> None:
     """Measure all rows on all ranks; rank 0 prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join([*STRATEGIES, *PEERS]), help="comma-separated")
+    parser.add_argument("--rows", default=",".join([*STRATEGIES, *TENSOR, *PEERS]), help="comma-separated")
     parser.add_argument("--model", default="dense", help="as in nanopar-sft compare")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each row")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences of all ranks together")

@@ -54,7 +54,7 @@ def measured() -> list[tuple[str, ...]]:
     axis = core.Mesh(dp=2).dp
     setup = Setup("nano", axis, torch.device("cpu"), 1, fused=True)
     batch = workload.batch(0, 2, 16, 320)
-    return [module["measure"](name, setup, batch, 1) for name in ("zero1", "zero3", "torch-ddp")]
+    return [module["measure"](name, setup, batch, 1) for name in ("zero1", "zero3", "torch-ddp", "tp-sp-alone")]
 
 
 def as_cells() -> list[tuple[str, ...]]:
@@ -62,12 +62,12 @@ def as_cells() -> list[tuple[str, ...]]:
 
 
 def test_every_row_is_measured() -> None:
-    one, three, ddp = run(2, as_cells)[0]
-    for cells in (one, three, ddp):
+    one, three, ddp, divided = run(2, as_cells)[0]
+    for cells in (one, three, ddp, divided):
         assert float(cells[1]) > 0
         assert len(cells) == len(LINK["HEADINGS"])
     assert (one[6], three[6]) == ("5", "7")  # 2 P/2 and 3 P/2, in MiB
-    assert ddp[2:4] == ("-", "-")
+    assert ddp[2:4] == divided[2:4] == ("-", "-")
     row = LINK["Row"]("zero0", 3.0, 1.0, 2.0**20, 2.0**21, 2.0)
     assert LINK["markdown"]([row], "a title").splitlines()[2:] == [
         "| strategy | step s | critical s | ratio | computation s | exposed s | sent MiB | goodput MiB/s |",

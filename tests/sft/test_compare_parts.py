@@ -40,7 +40,13 @@ MIB = 2**20
     ],
 )
 def test_bytes_floor(needs: floors.Needs, ranks: int, microbatches: int, sent: int) -> None:
-    assert needs.bytes_sent(120, ranks, microbatches) == sent
+    assert needs.bytes_sent(floors.Sizes(120, 7, 3), ranks, microbatches) == sent
+
+
+def test_bytes_floor_of_tensor_parallelism() -> None:
+    sizes = floors.Sizes(parameters=7, hidden=100, layers=3)
+    assert floors.TENSOR.bytes_sent(sizes, 2, 1) == floors.SEQUENCE.bytes_sent(sizes, 2, 5) == (4 * 3 + 2) * 100
+    assert floors.TENSOR.bytes_sent(sizes, 4, 1) == (4 * 3 + 2) * 150
 
 
 # P = 120, N = 4: weights + moments + the larger of activations and gradients
@@ -67,6 +73,9 @@ def test_every_candidate_has_the_floor_of_its_stage() -> None:
         assert CANDIDATES[name].needs is floors.STAGES[stage], name
     for name in ("zero3-keep", "fsdp2-keep"):
         assert CANDIDATES[name].needs is floors.STAGE_3_KEPT
+    for library in ("", "torch-", "megatron-"):
+        assert CANDIDATES[library + "tp"].needs is floors.TENSOR
+        assert CANDIDATES[library + "tp-sp"].needs is floors.SEQUENCE
 
 
 def tensor(mebibytes: int) -> torch.Tensor:
@@ -123,7 +132,8 @@ def test_moments_of_a_window() -> None:
 
 def report(candidate: list[float], local: list[float], collectives: list[float], sent: int, peak: int) -> Report:
     clocks = [Clock(seconds, [2 * second for second in seconds]) for seconds in (candidate, local, collectives)]
-    return Report(120, [5.0, 4.0], peak, peak - 1, 40, {"all_reduce": 1}, sent, [sent, sent + 2, sent], *clocks)
+    sizes = floors.Sizes(120, 7, 3)
+    return Report(sizes, [5.0, 4.0], peak, peak - 1, 40, {"all_reduce": 1}, sent, [sent, sent + 2, sent], *clocks)
 
 
 def test_row_of_two_ranks() -> None:

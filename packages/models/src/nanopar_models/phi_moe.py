@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from nanopar_models.attention import Attention
 from nanopar_models.cache import KVCache
@@ -91,7 +91,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: PhiMoEConfig, layer: int) -> None:
         super().__init__()
         self.config, self.recompute = config, False
-        self.context_fn: ContextFn = noop_context_fn
+        self.context_fn: ContextFn | None = None
         self.self_attn = Attention(config, layer)
         self.mlp = SparseMoe(config, layer)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -119,9 +119,10 @@ class DecoderLayer(nn.Module):
             layout = token_layout(self.config, make_mask, hidden_states, position_ids, attention_mask, sample_ids, past)
         if self.recompute and torch.is_grad_enabled():
             # Random states are restored for the second pass, so it routes as the first did.
-            hidden, logits = checkpoint(
-                self._compute, hidden_states, layout, cache, use_reentrant=False, context_fn=self.context_fn
-            )
+            more: dict[str, Any] = (
+                {} if self.context_fn is None else {"context_fn": self.context_fn}
+            )  # not known to torch.compile
+            hidden, logits = checkpoint(self._compute, hidden_states, layout, cache, use_reentrant=False, **more)
         else:
             hidden, logits = self._compute(hidden_states, layout, cache)
         if router_logits is not None:
@@ -239,7 +240,7 @@ class PhiMoE(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.copy_(initial_value(name, parameter.shape, self.config, seed))
 
-    def set_recompute(self, on: bool = True, context_fn: ContextFn = noop_context_fn) -> None:
+    def set_recompute(self, on: bool = True, context_fn: ContextFn | None = None) -> None:
         """Keep only each layer's input during the forward pass and recompute the layer in backward.
 
         ``context_fn`` as for ``torch.utils.checkpoint.checkpoint``: what else to keep, ``nanopar_tensor.keep_sums``.

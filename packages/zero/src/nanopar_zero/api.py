@@ -122,7 +122,9 @@ def shard(
     def bytes_of(key: Hashable) -> float:
         if divides.divides_parameters:
             return float("inf")  # all parameters of a unit
-        return bucket_bytes if _key(key).reduction.communicates else 1  # a parameter's own gradient needs no copy
+        if not _key(key).reduction.communicates and not (policy is not None and policy.stochastic_rounding):
+            return 1  # a bucket of one parameter takes its gradient as it is; random numbers go by bucket
+        return bucket_bytes
 
     layouts = bucket_layouts(items, bytes_of, lambda key: _key(key).reduction.parts)
     if divides.divides_parameters:  # the last unit has its gradients first, the root's are there at the end
