@@ -15,6 +15,8 @@ from nanopar_core.testing import run
 from nanopar_tensor.context import METHODS
 from nanopar_tensor.zigzag import by_rank, in_order, padded_length, positions_of
 
+pytestmark = pytest.mark.long
+
 BATCH, HEADS, WIDTH = 2, 4, 6
 # length, key and value heads, whether there are documents, window
 CASES = [

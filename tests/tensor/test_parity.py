@@ -22,6 +22,8 @@ from nanopar_tensor.sequence import WholeSequence
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+pytestmark = pytest.mark.long
+
 STEPS, ROWS, LENGTH, VOCABULARY = 5, 3, 7, 53
 
 

@@ -10,7 +10,8 @@ What one rank of N sends for a tensor of P bytes (P is the whole: input of reduc
 
     op              on CPU (gloo)                               on CUDA (NCCL)   bytes that a rank sends
     all_reduce      gloo's ring; 16-bit floats: reduce_scatter  native           2 P (N-1)/N
-                    and all_gather, so that sums are in fp32
+                    and all_gather, so that sums are in fp32;
+                    two ranks, up to 4 MiB: an exchange
     reduce_scatter  direct exchange in pieces, summed locally   native           P - its own part
     all_gather      direct exchange                             native           (N-1) x its own part
     all_to_all      native                                      native           P - the part that it keeps
