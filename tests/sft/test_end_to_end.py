@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,9 @@ def test_a_failing_rank_ends_the_run_with_its_error_alone(tmp_path: Path) -> Non
     assert failed.returncode == 1
     assert failed.stderr.count("Traceback (most recent call last)") == 1, failed.stderr
     assert "IsADirectoryError" in failed.stderr
+    places = [line.removeprefix("[rank0]: ").strip() for line in failed.stderr.splitlines()]
+    where = places.index("last collective of each rank:")  # rank 1 waits in the first one of the first step
+    assert re.match(r"rank 0 \(failed\): #\d+ broadcast on dp .* from \w+.py:\d+", places[where + 1]), places[where + 1]
+    assert re.match(r"rank 1: #\d+ all_reduce on dp 'gradients' .* from \w+.py:\d+", places[where + 2]), places[
+        where + 2
+    ]
