@@ -67,6 +67,88 @@ def test_without_a_head_the_last_norm_gives_all_positions(kind: str) -> None:
     assert_parity(reference, run(2, hidden_states, kind), axes={"tp": 2}, rtol=1e-5)
 
 
+# ---------------------------------------------------------------------------------- odd uses of one divided block
+
+
+class OddBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.beside, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        y = self.norm(x)
+        up, beside = self.up(y), self.beside(y)
+        if how == "an output unused":
+            beside = up.cos()
+        if how == "a layer twice":
+            beside = beside * self.up(y)
+        return x + self.down(up.tanh() * beside)
+
+
+class Odd(nn.Module):
+    tp_plan = {  # noqa: RUF012
+        "layers.0.norm": "sequence_parallel",
+        "layers.0.up": "colwise",
+        "layers.0.beside": "colwise",
+        "layers.0.down": "rowwise",
+        "norm": "sequence_parallel",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList([OddBlock()]), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        return self.norm(self.layers[0](x, how))
+
+
+ODD = [  # shape, how, whether the input needs a gradient, frozen
+    ((1, 5, 6), "", True, ""),
+    ((5, 6), "", True, ""),
+    ((4, 6), "", False, ""),
+    ((2, 5, 6), "an output unused", True, ""),
+    ((2, 5, 6), "a layer twice", True, ""),
+    ((2, 5, 6), "backward twice", True, ""),
+    ((2, 5, 6), "recomputed twice", True, ""),
+    ((2, 4, 6), "", False, "layers.0.up.weight layers.0.beside.weight"),
+    ((2, 4, 6), "", False, "layers.0.norm.weight layers.0.norm.bias"),
+    ((2, 4, 6), "", True, "layers.0.up.weight layers.0.up.bias layers.0.down.weight"),
+]
+
+
+def odd_uses(sequence: bool | None) -> dict[str, Any]:
+    """Of plain torch with None."""
+    gradients: dict[str, Tensor] = {}
+    for number, (shape, how, needs_gradient, frozen) in enumerate(ODD):
+        torch.manual_seed(number)
+        model = Odd().double()
+        x = torch.randn(shape, dtype=torch.float64).requires_grad_(needs_gradient)
+        for name in frozen.split():
+            model.get_parameter(name).requires_grad_(False)
+        specs = {} if sequence is None else tensor.parallelize(model, None, core.Mesh(tp=2).tp, sequence=sequence)
+        if how == "recomputed twice":
+            kept = {} if sequence is None else {"context_fn": tensor.keep_sums}
+            y: Any = checkpoint(model, x, how, use_reentrant=False, **kept)
+            y = checkpoint(model, y, how, use_reentrant=False, **kept)
+        else:
+            y = model(x, how)
+        y.sin().sum().backward(retain_graph=True)
+        if how.endswith("twice"):
+            y.sin().sum().backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in found.items():
+            for over in specs[name].grad_sum if name in specs else ():
+                core.all_reduce(gradient, over, out=gradient)
+        found = tensor.merge_state_dict(found, specs) | ({} if x.grad is None else {"input": x.grad})
+        gradients |= {f"{number} {how} {name}": gradient for name, gradient in found.items()}
+    return {"gradients": gradients}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_odd_uses_of_a_block(sequence: bool) -> None:
+    assert_parity(odd_uses(None), run(2, odd_uses, sequence), axes={"tp": 2})
+
+
 # ------------------------------------------------------------------------------------------------------------ errors
 
 

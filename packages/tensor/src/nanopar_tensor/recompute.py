@@ -13,9 +13,9 @@ whole. So a step has as many collectives as without recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -35,7 +35,7 @@ _KEPT: ContextVar[_Kept | None] = ContextVar("kept sums", default=None)
 def keep_sums() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``."""
     kept = _Kept()
-    return _entered(kept, is_first=True), _entered(kept, is_first=False)
+    return _Pass(kept, is_first=True), _Pass(kept, is_first=False)
 
 
 def is_recomputed() -> bool:
@@ -66,11 +66,16 @@ def sum_once(compute: Callable[[], Tensor]) -> Tensor:
     return total.detach()
 
 
-@contextmanager
-def _entered(kept: _Kept, *, is_first: bool) -> Iterator[None]:
-    kept.next_one = None if is_first else 0
-    token = _KEPT.set(kept)
-    try:
-        yield
-    finally:
-        _KEPT.reset(token)
+class _Pass(AbstractContextManager[None]):
+    """One pass of a checkpointed call; entered again in every backward pass over a graph that is retained."""
+
+    def __init__(self, kept: _Kept, *, is_first: bool) -> None:
+        self._kept, self._is_first = kept, is_first
+        self._tokens: list[Token[_Kept | None]] = []
+
+    def __enter__(self) -> None:
+        self._kept.next_one = None if self._is_first else 0
+        self._tokens.append(_KEPT.set(self._kept))
+
+    def __exit__(self, *_error: object) -> None:
+        _KEPT.reset(self._tokens.pop())
