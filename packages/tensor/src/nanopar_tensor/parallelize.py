@@ -232,8 +232,8 @@ class _Planner:
         heads = self._heads(name, features)
         if heads and heads % self.axis.size:
             raise ValueError(
-                f"{name} has {heads} heads, which {self.axis.size} ranks of axis {self.axis.name} do not divide; "
-                f"use a number of ranks that divides {heads}" + (", or a multiple of it for kv heads" * (heads > 1))
+                f"{name} has {heads} heads, which {self.axis.size} ranks of axis {self.axis.name} do not divide; use a "
+                f"number of ranks that divides {heads} (of key and value heads also a multiple of it)"
             )
 
     def _check_divisible(self, name: str, what: str, size: int) -> None:
