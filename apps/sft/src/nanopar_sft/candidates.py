@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import nanopar_core as core
 import nanopar_tensor as tensor
 import nanopar_zero as zero
+from nanopar_models.loss import next_token_labels
 from nanopar_sft import floors, peers, workload
 from nanopar_sft.config import nearest
 from nanopar_sft.errors import InputError
@@ -97,8 +97,7 @@ def _tensor(setup: Setup, *, sequence: bool) -> Step:
     optimizer = zero.shard(model, lambda groups: workload.adamw(groups, setup.fused), axis=here, stage=0, specs=specs)
 
     def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-        labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-        result: Tensor = loss(model(input_ids=ids).logits, labels)
+        result: Tensor = loss(model(input_ids=ids).logits, next_token_labels(ids))
         return result
 
     def step(batch: Tensor) -> Tensor:

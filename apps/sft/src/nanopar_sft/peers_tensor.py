@@ -9,14 +9,15 @@ is none, what it asks torch.cuda for in a training step is answered for this pro
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nanopar_models.loss import next_token_labels
 from nanopar_sft import workload
 from nanopar_sft.errors import InputError
 from nanopar_sft.setup import Setup, Step, train_on_parts
@@ -72,20 +73,11 @@ def torch_tensor(setup: Setup, *, sequence: bool) -> Step:
     of_heads = [p for name, p in model.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
 
     def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-        labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-        loss: Any = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+        loss: Any = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), next_token_labels(ids).flatten())
         whole: Tensor = loss.to_local()
         return whole
 
-    def step(batch: Tensor) -> Tensor:
-        with loss_parallel():
-            total = train_on_parts(model, setup.whole_parts(batch), loss_of=loss_of)
-        _sum_together(of_heads, setup)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    return step
+    return _step(setup, model, optimizer, loss_of, of_heads, loss_parallel)
 
 
 def _layers(model: nn.Module) -> int:
@@ -96,6 +88,27 @@ def _layers(model: nn.Module) -> int:
 def _need_dense(setup: Setup) -> None:
     if setup.model != "dense":
         raise InputError(f"model={setup.model}: this peer is set up for --model dense only")
+
+
+def _step(
+    setup: Setup,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+    partial_sums: list[nn.Parameter],
+    context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Step:
+    """Forward and backward in ``context()`` on the whole batch, gradients of ``partial_sums`` summed, update."""
+
+    def step(batch: Tensor) -> Tensor:
+        with context():
+            total = train_on_parts(model, setup.whole_parts(batch), loss_of=loss_of)
+        _sum_together(partial_sums, setup)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
 
 
 def _sum_together(parameters: Iterable[nn.Parameter], setup: Setup) -> None:
@@ -180,14 +193,7 @@ def megatron(setup: Setup, *, sequence: bool) -> Step:
         losses: Tensor = model(ids, positions, hidden, labels=ids.roll(-1, 1))
         return losses[:, :-1].mean()
 
-    def step(batch: Tensor) -> Tensor:
-        total = train_on_parts(model, setup.whole_parts(batch), loss_of=loss_of)
-        _sum_together(norms, setup)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    return step
+    return _step(setup, model, optimizer, loss_of, norms)
 
 
 def _plain_norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_more: Any) -> nn.Module:
@@ -256,4 +262,4 @@ def _answer_for_cuda() -> None:
     tensor.record_stream = lambda _self, _stream: None
     from megatron.core.tensor_parallel import random
 
-    random.CudaRNGStatesTracker.fork = lambda _self, _name=None: contextlib.nullcontext()
+    random.CudaRNGStatesTracker.fork = lambda _self, _name=None: nullcontext()

@@ -8,6 +8,7 @@ Shapes: B whatever is before the dim, s a rank's length along it, S the sum of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -24,7 +25,7 @@ def all_gather_along(part: Tensor, axis: Axis, dim: int, sizes: Sequence[int], *
     flat = all_gather(part.reshape(-1), axis, sizes=lengths, label=label, async_op=True)
     shape = (*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
     if prod(part.shape[:dim]) == 1:
-        return Pending(flat.result.view(shape), finish=lambda: _wait(flat))
+        return replace(flat, result=flat.result.view(shape))
     whole = part.new_empty(shape)
 
     def finish() -> None:
@@ -44,13 +45,9 @@ def reduce_scatter_along(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], 
         flat = torch.cat([part.reshape(-1) for part in x.split(list(sizes), dim)])
     pending = reduce_scatter(flat, axis, sizes=lengths, label=label, async_op=True)
     mine = pending.result.view(*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
-    return Pending(mine, finish=lambda: _wait(pending))
+    return replace(pending, result=mine)
 
 
 def _lengths(x: Tensor, dim: int, sizes: Sequence[int]) -> list[int]:
     around = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
     return [size * around for size in sizes]
-
-
-def _wait(pending: Pending[Tensor]) -> None:
-    pending.wait()

@@ -432,9 +432,13 @@ def _all_gather_direct(part: Tensor, axis: Axis, sizes: Sequence[int], out: Tens
     places = out.split(list(sizes))
     if places[axis.rank].data_ptr() != part.data_ptr():
         places[axis.rank].copy_(part)
+    return Pending(out, send_to_all(part, places, axis), [part])
+
+
+def send_to_all(part: Tensor, places: Sequence[Tensor], axis: Axis) -> list[dist.Work]:
+    """Start to send this rank's part to every other rank, and to receive theirs into their ``places``."""
     peers = _peers(axis)
-    works = exchange([(part, peer) for peer in peers], [(places[peer], peer) for peer in peers], axis)
-    return Pending(out, works, [part])
+    return exchange([(part, peer) for peer in peers], [(places[peer], peer) for peer in peers], axis)
 
 
 def _peers(axis: Axis) -> list[int]:

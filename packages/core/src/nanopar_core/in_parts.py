@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nanopar_core.collectives import Pending, combine, exchange
+from nanopar_core.collectives import Pending, combine, exchange, send_to_all
 from nanopar_core.ledger import record
 from nanopar_core.mesh import Axis
 
@@ -32,11 +32,7 @@ def gather_parts(part: Tensor, axis: Axis, sizes: Sequence[int], *, label: str =
     parts = [part if rank == axis.rank else part.new_empty(shape) for rank, shape in enumerate(shapes)]
     sent = part.numel() * part.element_size() * (axis.size - 1)
     record("all_gather", axis, sent, part.dtype, part.shape, label)
-    works = []
-    for step in range(1, axis.size):
-        to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        works += exchange([(part, to)], [(parts[source], source)], axis)
-    return Pending(parts, works, [part])
+    return Pending(parts, send_to_all(part, parts, axis), [part])
 
 
 @torch.no_grad()

@@ -46,12 +46,13 @@ class ColumnGroup:
         boundary: what happens to the input, and to its gradient.
         label: of the collectives.
         keeps_whole: keep the gathered input for backward instead of gathering it again.
+        enters_whole: the block's entry gathers its input already, and says so by ``entered``.
     """
 
-    def __init__(self, boundary: Boundary, label: str, *, keeps_whole: bool = False) -> None:
-        self.boundary, self.label, self.keeps_whole = boundary, label, keeps_whole
+    def __init__(self, boundary: Boundary, label: str, *, keeps_whole: bool, enters_whole: bool) -> None:
+        self.boundary, self.label = boundary, label
+        self.keeps_whole, self.enters_whole = keeps_whole, enters_whole
         self.members: list[ColumnLinear] = []
-        self.enters_whole = False  # the block's entry gathers its input already, and says so by ``entered``
         self._entered: tuple[Tensor, Tensor] | None = None
         self._input: Tensor | None = None
         self._version = -1

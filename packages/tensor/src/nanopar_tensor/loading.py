@@ -11,7 +11,7 @@ With one stream of random numbers per parameter, seeded by its name, initial val
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopar_core import ParamSpec, Shard
-from nanopar_core.grid import split_sizes
-from nanopar_tensor.sharding import part_of
+from nanopar_core import ParamSpec
+from nanopar_tensor.sharding import own_places, part_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -98,7 +97,8 @@ def _read_part(source: Any, spec: ParamSpec, dims: int) -> Tensor:
     for shard in spec.shards:
         if ranges[shard.dim] != [slice(None)]:
             raise ValueError(f"two shards divide dim {shard.dim}: such a parameter cannot be read in parts")
-        ranges[shard.dim] = list(_ranges(shard, source.get_shape()[shard.dim]))
+        places = own_places(shard, source.get_shape()[shard.dim])
+        ranges[shard.dim] = [slice(at.start, at.stop) for at in places]
     pieces: list[Tensor] = [source[place] if place else source[...] for place in product(*ranges)]
     for dim in reversed(range(dims)):  # the last dim's pieces lie beside each other
         count = len(ranges[dim])
@@ -106,16 +106,6 @@ def _read_part(source: Any, spec: ParamSpec, dims: int) -> Tensor:
             groups = [pieces[first : first + count] for first in range(0, len(pieces), count)]
             pieces = [torch.cat(group, dim) for group in groups]
     return pieces[0]
-
-
-def _ranges(shard: Shard, length: int) -> Iterator[slice]:
-    """Where this rank's pieces lie along the dim: one in each section."""
-    start = 0
-    for section in shard.sections or (length,):
-        sizes = shard.sizes or split_sizes(section, shard.axis.size)
-        first = start + sum(sizes[: shard.axis.rank])
-        yield slice(first, first + sizes[shard.axis.rank])
-        start += section
 
 
 def _files(folder: Path) -> dict[str, Path]:

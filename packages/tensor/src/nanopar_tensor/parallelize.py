@@ -342,9 +342,10 @@ class _Division:
         key = (parent, piece.module.in_features)
         if key not in self.groups:
             is_head = self.region is not None and piece.name in self.region.heads  # the first that backward needs
-            group = ColumnGroup(self._boundary(piece.name), parent or piece.name, keeps_whole=is_head)
-            group.enters_whole = self.region is not None and parent in self.region.attentions
-            self.groups[key] = group
+            in_attention = self.region is not None and parent in self.region.attentions
+            self.groups[key] = ColumnGroup(
+                self._boundary(piece.name), parent or piece.name, keeps_whole=is_head, enters_whole=in_attention
+            )
         group = self.groups[key]
         gathers = piece.style == "colwise_gather_output"
         features = piece.module.out_features

@@ -70,21 +70,18 @@ def find_region(model: nn.Module, styles: Mapping[str, str], *, is_carried: bool
     inside = set(places[first : last + 1])
     of_root = {name for name in between if "." not in name}  # a parameter of the root itself belongs to no block
     divided = frozenset(name for name in styles if block_of[name] in inside or name in of_root)
-    parents = {name: name.rpartition(".")[0] for name in divided}
-    attentions = [
-        parents[name]
-        for name in divided
-        if styles[name] in COLUMN and hasattr(model.get_submodule(parents[name]), "head_dim")
-    ]
-    mixtures = [parents[name] for name in divided if styles[name] == "moe_tp_experts"]
-    order = {name: number for number, name in enumerate(["", *names])}
-    whole_inside = sorted(set(attentions), key=order.__getitem__), sorted(set(mixtures), key=order.__getitem__)
-    _check_all_said(model, styles, inside, block_of, (*whole_inside[0], *whole_inside[1]))
+
+    def around(*wanted: str) -> list[str]:
+        """The modules around those of the wanted styles, in the model's order."""
+        found = {name.rpartition(".")[0] for name in divided if styles[name] in wanted}
+        return [name for name, _ in model.named_modules() if name in found]
+
+    attentions = tuple(name for name in around(*COLUMN) if hasattr(model.get_submodule(name), "head_dim"))
+    mixtures = tuple(around("moe_tp_experts"))
+    _check_all_said(model, styles, inside, block_of, (*attentions, *mixtures))
     heads = _heads(model, styles, places[last + 1 :], block_of)
     ends_after = None if heads else normed[-1]
-    return Region(
-        styles, divided, block_of[normed[0]], tuple(whole_inside[0]), tuple(whole_inside[1]), ends_after, heads
-    )
+    return Region(styles, divided, block_of[normed[0]], attentions, mixtures, ends_after, heads)
 
 
 def _block_of(model: nn.Module, name: str) -> str:
@@ -140,9 +137,8 @@ def _heads(
     model: nn.Module, styles: Mapping[str, str], after: list[str], block_of: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Column layers after the region, if the first module with parameters there is one."""
-    own = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    trained = [name for name in own if block_of.get(name, name) in after]
-    ordered = [name for name, _ in model.named_modules() if name in trained]
-    if not ordered or styles.get(ordered[0]) not in COLUMN:
+    with_parameters = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
+    there = [name for name in with_parameters if block_of.get(name, name) in after]
+    if not there or styles.get(there[0]) not in COLUMN:
         return ()
-    return tuple(name for name in ordered if styles.get(name) in COLUMN)
+    return tuple(name for name in there if styles.get(name) in COLUMN)

@@ -131,7 +131,7 @@ class DividedSequence:
                 f"each rank of axis {self.axis.name}, not {list(x.shape)}"
             )
         self.length = x.shape[-2]
-        return split_fwd_all_gather_bwd(x, self.axis, x.dim() - 2, label=label)
+        return self.split(x, label)
 
     def collect(self, x: Tensor, label: str) -> Tensor:
         """All positions, of which all ranks make the same use."""

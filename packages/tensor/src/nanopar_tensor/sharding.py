@@ -19,10 +19,20 @@ from nanopar_core.grid import split_sizes
 def part_of(full: Tensor, spec: ParamSpec) -> Tensor:
     """This rank's part of a whole parameter: a copy, contiguous; ``full`` itself where nothing divides it."""
     for shard in spec.shards:
-        sections = full.split(shard.sections or full.shape[shard.dim], shard.dim)
-        parts = [section.split(_sizes(shard, section.shape[shard.dim]), shard.dim) for section in sections]
-        full = torch.cat([of_ranks[shard.axis.rank] for of_ranks in parts], shard.dim)
+        places = own_places(shard, full.shape[shard.dim])
+        full = torch.cat([full.narrow(shard.dim, at.start, len(at)) for at in places], shard.dim)
     return full
+
+
+def own_places(shard: Shard, length: int) -> list[range]:
+    """Where this rank's pieces lie along the dim, ``length`` long as a whole: one in each section."""
+    places, start = [], 0
+    for section in shard.sections or (length,):
+        sizes = shard.sizes or split_sizes(section, shard.axis.size)
+        first = start + sum(sizes[: shard.axis.rank])
+        places.append(range(first, first + sizes[shard.axis.rank]))
+        start += section
+    return places
 
 
 def whole(part: Tensor, spec: ParamSpec, *, label: str = "") -> Tensor:
@@ -40,10 +50,6 @@ def split_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, Param
 def merge_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> dict[str, Tensor]:
     """Whole weights out of the ranks' parts, on every rank; all of them call it. What is not divided is not copied."""
     return {name: whole(value, specs.get(name, ParamSpec()), label=name) for name, value in state_dict.items()}
-
-
-def _sizes(shard: Shard, length: int) -> list[int]:
-    return list(shard.sizes or split_sizes(length, shard.axis.size))
 
 
 def _joined(part: Tensor, shard: Shard, label: str) -> Tensor:
