@@ -97,40 +97,86 @@ def test_divided_sequences_train_as_in_one_process(cp: int, tp: int, method: str
 # ---------------------------------------------------------------------------------------------- Hugging Face's models
 
 
-def hugging_face_on_this_rank(kind: str) -> dict[str, Any]:
-    """As the README shows it."""
-    from transformers import AttentionInterface
+HF_LENGTH = 21
 
-    axis = core.Mesh(cp=2).cp
-    attention = tensor.ContextAttention(axis, "ring")
 
-    def divided(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask: Any, scaling: float, **_more: Any) -> Any:
-        return attention(q, k, v, scale=scaling).transpose(1, 2), None
+def packed_rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens; documents of which the second row has two; positions within the document."""
+    ids = torch.randint(VOCABULARY, (2, HF_LENGTH), generator=torch.Generator().manual_seed(7))
+    documents = torch.ones(2, HF_LENGTH, dtype=torch.int64)
+    documents[1, 8:] = 2
+    positions = torch.arange(HF_LENGTH).repeat(2, 1)
+    positions[1, 8:] -= 8
+    return ids, documents, positions
 
-    AttentionInterface.register("nanopar_context", divided)
+
+def hf_model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    model = hugging_face(kind)
-    model.set_attn_implementation("nanopar_context")  # type: ignore[operator]
-    ids, _ = rows(0)
-    positions = tensor.split_positions(LENGTH, axis)[None]
-    logits = model(input_ids=tensor.split_sequence(ids, axis), position_ids=positions).logits
-    labels = tensor.split_sequence(F.pad(ids[:, 1:], (0, 1), value=-100), axis, padding=-100)
-    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    gradients = {n: core.all_reduce(p.grad, axis) for n, p in model.named_parameters()}  # type: ignore[type-var]
-    return {"outputs": {"logits": tensor.merge_sequence(logits, axis, LENGTH)}, "gradients": gradients}
+    if kind == "Qwen3 with windows":
+        windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+        return hugging_face("Qwen3", **windows)
+    return hugging_face(kind)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
-def test_a_hugging_face_model_by_its_attention_interface(kind: str) -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = hugging_face(kind)
-    ids, _ = rows(0)
-    logits = model(input_ids=ids).logits
-    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+def hf_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def hf_on_this_rank(kind: str, method: str, cp: int, tp: int, what: str) -> dict[str, Any]:
+    mesh, model = core.Mesh(cp=cp, tp=tp), hf_model(kind)
+    specs = tensor.parallelize(model, None, mesh.tp, context_axis=mesh.cp, context_method=method)
+    ids, documents, positions = packed_rows()
+    labels = next_labels(ids, documents)
+    part = {"input_ids": tensor.split_sequence(ids, mesh.cp)}
+    if what != "causal":
+        part["attention_mask"] = tensor.split_sequence(documents if what == "packed" else documents % 2, mesh.cp)
+    if what == "packed":
+        part["position_ids"] = tensor.split_sequence(positions, mesh.cp)
+    if what == "padded":
+        labels = next_labels(ids, documents % 2)
+    logits = model(**part).logits
+    hf_loss(logits, tensor.split_sequence(labels, mesh.cp, padding=-100)).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        for axis in (mesh.cp, *specs.get(name, core.ParamSpec()).grad_sum):
+            core.all_reduce(parameter.grad, axis, out=parameter.grad)
+        gradients[name] = parameter.grad
+    whole = tensor.merge_sequence(logits, mesh.cp, HF_LENGTH)
+    if what == "padded":
+        whole = whole[documents == 1]
+    return {"outputs": {"logits": whole}, "gradients": tensor.merge_state_dict(gradients, specs)}
+
+
+def hf_plainly(kind: str, what: str) -> dict[str, Any]:
+    model = hf_model(kind)
+    ids, documents, positions = packed_rows()
+    labels = next_labels(ids, documents if what != "padded" else documents % 2)
+    more = {"packed": {"position_ids": positions}, "padded": {"attention_mask": documents % 2}, "causal": {}}[what]
+    model.config.use_cache = False  # type: ignore[union-attr]  # with a cache packed rows are not told apart
+    logits = model(input_ids=ids, **more).logits
+    hf_loss(logits, labels).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    reference = {"outputs": {"logits": logits.detach()}, "gradients": gradients}
-    assert_parity(reference, run(2, hugging_face_on_this_rank, kind), axes={"cp": 2}, rtol=2e-5)
+    return {
+        "outputs": {"logits": logits.detach()[documents == 1] if what == "padded" else logits.detach()},
+        "gradients": gradients,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "cp", "tp", "what"),
+    [
+        ("Llama", "ring", 2, 1, "causal"),
+        ("Qwen3", "all_gather", 2, 2, "packed"),
+        ("Qwen3", "ring", 2, 1, "padded"),
+        ("Qwen3 with windows", "ulysses", 2, 1, "padded"),
+        ("Qwen3 with windows", "ring", 4, 1, "packed"),
+    ],
+)
+def test_hugging_face_models(kind: str, method: str, cp: int, tp: int, what: str) -> None:
+    pytest.importorskip("transformers")
+    found = run(cp * tp, hf_on_this_rank, kind, method, cp, tp, what)
+    reference = hf_plainly(kind, what)
+    assert_parity(reference, found, axes={"cp": cp, "tp": tp}, rtol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -154,3 +200,43 @@ def test_a_model_without_an_attention_core() -> None:
     axis = core.Axis("cp", 2, 0, None, ((0, 1),), communicates=False)
     with pytest.raises(ValueError, match="names no module of style attention_core"):
         tensor.parallelize(nn.ModuleDict({"a": nn.Linear(4, 4)}), {"a": "colwise"}, core.Mesh().tp, context_axis=axis)
+
+
+def hf_misused(how: str) -> None:
+    axis, model = core.Mesh(cp=2).cp, hf_model("Qwen3")
+    if how == "longrope":
+        model.config.rope_parameters = {"rope_type": "longrope"}  # type: ignore[union-attr]
+    tensor.parallelize(model, None, core.Mesh(cp=2).tp, context_axis=axis)
+    ids = tensor.split_sequence(rows(0)[0], axis)
+    if how == "labels":
+        model(input_ids=ids, labels=ids)
+    model(input_ids=ids, attention_mask=torch.ones(ROWS, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("mask", r"attention_mask must be \[3, 8\], this rank's positions, not \[3, 13\]"),
+        ("labels", "shift them before split_sequence"),
+        ("longrope", "rotary positions of type longrope depend on the longest position"),
+    ],
+)
+def test_hugging_face_models_misused(how: str, message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=message):
+        run(2, hf_misused, how)
+
+
+def long_rope() -> None:
+    import nanopar_models as models
+
+    scaling = models.config.LongRope([1.0] * 4, [2.0] * 4, 1.0, 1.1, 8)
+    config = models.PhiMoEConfig.preset("nano", rope_scaling=scaling, head_dim=8)
+    axis = core.Mesh(cp=2).cp
+    tensor.parallelize(models.PhiMoE(config), None, core.Mesh(cp=2).tp, context_axis=axis)
+
+
+def test_long_rope_is_refused() -> None:
+    pytest.importorskip("nanopar_models")
+    with pytest.raises(ValueError, match="rotary positions of type LongRope depend on the longest position"):
+        run(2, long_rope)

@@ -158,6 +158,16 @@ def last_position_only() -> None:
     model(input_ids=ids(2, 7), logits_to_keep=1)
 
 
+def hidden_states_of_all_layers() -> None:
+    model = hugging_face("Qwen3")
+    tensor.parallelize(model, None, core.Mesh(tp=2).tp, sequence=True)
+    model(input_ids=ids(2, 7), output_hidden_states=True)
+
+
+def some_positions_selected() -> None:
+    own()[0].head(torch.ones(2, 1, 9))  # type: ignore[operator]
+
+
 def one_position() -> None:
     own()[0](ids(2, 1))
 
@@ -182,13 +192,15 @@ def changed_in_place() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (last_position_only, ValueError, r"has 4 of the 7 positions scattered last, but 1 were given|has 3 of the 7"),
+        (last_position_only, ValueError, r"logits_to_keep=1: under sequence parallelism positions cannot be selected"),
+        (hidden_states_of_all_layers, ValueError, r"output_hidden_states: under sequence parallelism a rank has some"),
+        (some_positions_selected, ValueError, r"has 0 of the 0 positions scattered last, but 1 were given"),
         (one_position, ValueError, r"at least 2 positions, one for each rank of axis tp, not \[2, 1, 9\]"),
         (changed_in_place, RuntimeError, r"changed in place .* use y = y \+ x in place of y \+= x"),
     ],
 )
 def test_misuse(function: Any, error: type[Exception], message: str) -> None:
-    if function is last_position_only:
+    if function in (last_position_only, hidden_states_of_all_layers):
         pytest.importorskip("transformers")
     with pytest.raises(error, match=message):
         run(2, function)

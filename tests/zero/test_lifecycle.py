@@ -132,6 +132,32 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     shard(model)
 
 
+def gradient_of_a_tied_weight(name: str) -> list[float]:
+    mesh = core.Mesh(tp=2)
+    model = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False), "second": nn.Linear(2, 2, bias=False)})
+    model["second"].weight = model["first"].weight  # type: ignore[index,union-attr,assignment]
+    with torch.no_grad():
+        model["first"].weight.zero_()  # type: ignore[index,union-attr,operator]
+    specs = {name: core.ParamSpec(grad_sum=(mesh.tp,))}
+    optimizer = zero.shard(model, lambda g: torch.optim.SGD(g, lr=1.0), axis=mesh.dp, stage=1, specs=specs)
+    model["first"](torch.ones(1, 2) * (1 + mesh.tp.rank)).sum().backward()  # type: ignore[index]
+    optimizer.step()
+    return [float(x) for x in model["second"].weight.flatten()]  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize("name", ["first.weight", "second.weight"])
+def test_specs_may_give_any_name_of_a_tied_weight(name: str) -> None:
+    assert run(2, gradient_of_a_tied_weight, name) == [[-3.0] * 4] * 2
+
+
+def test_specs_that_differ_between_the_names_of_one_weight() -> None:
+    model, axis = model_of(), core.Mesh().tp
+    model[2] = model[0]  # type: ignore[index,operator]
+    specs = {"0.weight": core.ParamSpec(), "2.weight": core.ParamSpec(grad_sum=(axis,))}
+    with pytest.raises(ValueError, match=r"0\.weight and 2\.weight are one parameter, but their specs differ"):
+        shard(model, specs=specs)
+
+
 def test_models_that_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="no trainable parameters"):
         shard(mlp().requires_grad_(False))

@@ -46,6 +46,10 @@ class Axis:
     siblings: RankLists = field(repr=False)
     communicates: bool = field(repr=False)
 
+    def __deepcopy__(self, _memo: object) -> Axis:
+        """A copied module talks to the same ranks."""
+        return self
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks along the axis, in axis order."""

@@ -30,6 +30,8 @@ from torch.nn import functional as F
 from nanopar_core import Axis, all_gather
 from nanopar_core.along import all_gather_along
 from nanopar_tensor import context_gather, ring, ulysses
+from nanopar_tensor.autocast import cast_for_autocast
+from nanopar_tensor.sequence import named_arguments
 from nanopar_tensor.zigzag import in_order, my_positions, padded_length
 
 Method = Callable[[Tensor, Tensor, Tensor, Axis, "ContextMask | None", "float | None", str], Tensor]
@@ -61,9 +63,9 @@ def merge_sequence(part: Tensor, axis: Axis, length: int, *, dim: int = 1) -> Te
     return in_order(whole, axis.size, dim).narrow(dim, 0, length)
 
 
-def split_positions(length: int, axis: Axis) -> Tensor:
+def split_positions(length: int, axis: Axis, *, device: torch.device | str | None = None) -> Tensor:
     """The positions ``[S/N]`` of ``length``, padding included, that this rank has: its ``position_ids``."""
-    return my_positions(padded_length(length, axis.size), axis)
+    return my_positions(padded_length(length, axis.size), axis).to(device)
 
 
 class ContextMask(NamedTuple):
@@ -117,6 +119,7 @@ class ContextAttention(nn.Module):
                 f"context parallelism needs the same even number of queries and keys on a rank (split_sequence sees to "
                 f"that), not {q.shape[2]} and {k.shape[2]}; cached keys cannot be used"
             )
+        q, k, v = (cast_for_autocast(q)(x) for x in (q, k, v))  # what is sent, too
         return METHODS[self.method](q, k, v, self.axis, mask, scale, self.label)
 
     def make_mask(
@@ -125,19 +128,23 @@ class ContextAttention(nn.Module):
         """What the layers' cores are given as ``mask``: this rank's documents, put together with those of the others.
 
         Args:
-            documents: ``[B, S/N]``: 0 for padding, equal numbers for one document; None on all ranks for neither.
+            documents: ``[B, S/N]``: 0 for padding, equal numbers for one document; None, on all ranks or on none (they
+                gather it here), for neither.
         """
         if past:
             raise ValueError("context parallelism cannot use cached keys: generate from a model that is not divided")
         if window is not None and window >= length * self.axis.size:
             window = None
-        if documents is None:
-            return None if window is None else ContextMask(None, window)
-        part = documents.to(device).T.contiguous()
-        whole = all_gather(part, self.axis, sizes=[length] * self.axis.size, label="documents").T
+        whole = None if documents is None else self.gather_documents(documents.to(device))
+        return None if whole is None and window is None else ContextMask(whole, window)
+
+    def gather_documents(self, documents: Tensor) -> Tensor | None:
+        """``[B, S]`` in order, of ``[B, S/N]``; None where causal attention sees no other document anyway."""
+        part = documents.T.contiguous()
+        whole = all_gather(part, self.axis, sizes=[part.shape[0]] * self.axis.size, label="documents").T
         whole = in_order(whole, self.axis.size, 1)
-        only_one = bool((whole == 1).all())  # on CUDA a host sync, once a forward pass where a mask is given
-        return None if only_one and window is None else ContextMask(None if only_one else whole, window)
+        is_late = (whole <= 1).all() & (whole[:, 1:] <= whole[:, :-1]).all()  # padding, which no real position sees
+        return None if is_late else whole  # on CUDA a host sync, once a forward pass where a mask is given
 
     def extra_repr(self) -> str:
         """The method and the number of ranks."""
@@ -149,8 +156,7 @@ def give_positions(model: nn.Module, axis: Axis) -> None:
     signature = inspect.signature(model.forward)
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        more = {**given, **given.get("kwargs", {})}
+        more = named_arguments(signature, args, kwargs)
         if more.get("labels") is not None and more.get("shift_labels") is None:
             raise ValueError(
                 "labels: the model would shift them within this rank's chunks; shift them before split_sequence, and "

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from nanopar_core import Axis
 from nanopar_core.autograd import all_gather_fwd_reduce_scatter_bwd
@@ -40,7 +41,7 @@ def attention(
     for number, queries, at in zip(numbers, q.chunk(2, 2), positions.chunk(2), strict=True):
         end = (number + 1) * chunk
         before = torch.arange(end, device=q.device)
-        seen = (at[:, None] >= before)[None, None] if mask is None else mask.visible(at, before)
+        seen = causal_lower_right(chunk, end) if mask is None else mask.visible(at, before)
         attended = F.scaled_dot_product_attention(
             queries,
             keys[:, :, :end],

@@ -11,8 +11,8 @@
      '- o_proj ----> y = sum over ranks of z W^T, then + b        forward: one all_reduce
                      W: this rank's columns                       backward: nothing is sent
 
-Layers that read one input belong to one ``ColumnGroup``. The first that is called computes the outputs of all, in one
-autograd node, and the others hand theirs out when they are called with the same tensor.
+Layers beside each other with inputs of one width belong to one ``ColumnGroup``. The first that is called computes the
+outputs of all, in one autograd node, and the others hand theirs out when they are called with the same tensor.
 
 Under sequence parallelism (``sequence.py``) x and y are this rank's positions: x is gathered before the products, dx
 reduce-scattered, y reduce-scattered, dy gathered. The code is the same: a ``Boundary`` says which.
@@ -23,7 +23,7 @@ Shapes: D input features, H output features, N ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,9 @@ from torch.nn import functional as F
 from nanopar_core import Pending
 from nanopar_core.autograd import all_gather_fwd_split_bwd
 from nanopar_core.grid import split_sizes
+from nanopar_tensor.autocast import autocast_dtype, cast_for_autocast
 from nanopar_tensor.recompute import is_recomputed, sum_once
-from nanopar_tensor.sequence import Boundary, WholeSequence
+from nanopar_tensor.sequence import Boundary, DividedSequence, WholeSequence
 
 R = TypeVar("R")
 
@@ -42,50 +43,80 @@ R = TypeVar("R")
 class ColumnGroup:
     """Column-parallel layers of one block that read the same input.
 
+    A layer that reads another input than the one before it is right too, but the products of the others are then done
+    in vain; what nobody asked for is forgotten when the block returns.
+
     Args:
         boundary: what happens to the input, and to its gradient.
         label: of the collectives.
         keeps_whole: keep the gathered input for backward instead of gathering it again.
-        enters_whole: the block's entry gathers its input already, and says so by ``entered``.
+        enters: the block's entry gathers its input already, and remembers of what.
     """
 
-    def __init__(self, boundary: Boundary, label: str, *, keeps_whole: bool, enters_whole: bool) -> None:
+    def __init__(
+        self, boundary: Boundary, label: str, *, keeps_whole: bool, enters: DividedSequence | None = None
+    ) -> None:
         self.boundary, self.label = boundary, label
-        self.keeps_whole, self.enters_whole = keeps_whole, enters_whole
+        self.keeps_whole, self.enters = keeps_whole, enters
         self.members: list[ColumnLinear] = []
-        self._entered: tuple[Tensor, Tensor] | None = None
-        self._input: Tensor | None = None
-        self._version = -1
+        self._made: _Made | None = None
         self._outputs: dict[int, Tensor] = {}
-
-    def entered(self, part: Tensor, whole: Tensor) -> None:
-        """The block's input is ``whole``, gathered from ``part``: its gradient may go to ``part`` directly."""
-        self._entered = part, whole
 
     def output_of(self, member: ColumnLinear, x: Tensor) -> Tensor:
         """The member's output for ``x``; computes those of all members where it is not there yet."""
-        number = self.members.index(member)
-        if self._input is not x or self._version != x._version or number not in self._outputs:
-            self._input, self._version, self._outputs = x, x._version, dict(enumerate(self._all_outputs(x)))
+        read = [x, *(p for one in self.members for p in (one.weight, one.bias) if p is not None)]
+        if any(tensor.is_inference() for tensor in read):  # without versions: nobody would see that it was changed
+            return self._outputs_of([member], x)[0]
+        now, number = _Made.now(read), self.members.index(member)
+        if number not in self._outputs or self._made is None or not self._made.equals(now):
+            self._made, self._outputs = now, dict(enumerate(self._outputs_of(self.members, x)))
         output = self._outputs.pop(number)
         if not self._outputs:
-            self._input = None
+            self.forget()
         return output
 
-    def _all_outputs(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forget(self) -> None:
+        """Let go of outputs that no member asked for."""
+        self._made, self._outputs = None, {}
+
+    def _outputs_of(self, members: list[ColumnLinear], x: Tensor) -> tuple[Tensor, ...]:
         boundary, part, whole = self.boundary, x, None
-        if self.enters_whole:
-            entered, self._entered = self._entered, None
-            if entered is not None and entered[1] is x:
-                part, whole = entered[0], x.detach()
-            else:  # the block made something of its input first
+        if self.enters is not None:
+            gathered_from = self.enters.part_of(x)
+            if gathered_from is None:  # the block made something of its input first
                 boundary = WholeSequence(boundary.axis)
-        cast = _cast_for_autocast(x)
-        weights = [cast(one.weight) for one in self.members]
-        biases = [None if one.bias is None else cast(one.bias) for one in self.members]
+            else:
+                part, whole = gathered_from, x.detach()
+        cast = cast_for_autocast(x)
+        weights = [cast(one.weight) for one in members]
+        biases = [None if one.bias is None else cast(one.bias) for one in members]
         return _ColumnLinears.apply(  # type: ignore[no-any-return, no-untyped-call]
             cast(part), None if whole is None else cast(whole), boundary, self, *weights, *biases
         )
+
+
+class _Made(NamedTuple):
+    """All that outputs depend on, at one moment."""
+
+    tensors: list[Tensor]
+    states: list[tuple[int, bool]]  # version, requires_grad
+    mode: tuple[bool, torch.dtype | None]  # of gradients and of autocast
+
+    @classmethod
+    def now(cls, tensors: list[Tensor]) -> _Made:
+        states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
+        return cls(tensors, states, (torch.is_grad_enabled(), autocast_dtype(tensors[0])))
+
+    def equals(self, other: _Made) -> bool:
+        same = len(self.tensors) == len(other.tensors) and self.states == other.states and self.mode == other.mode
+        return same and all(one is two for one, two in zip(self.tensors, other.tensors, strict=True))
+
+
+def forget_outputs(block: nn.Module, *_call: object) -> None:
+    """A forward hook of the module around column layers."""
+    for child in block.children():
+        if isinstance(child, ColumnLinear):
+            child.group.forget()
 
 
 class ColumnLinear(nn.Module):
@@ -116,6 +147,8 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., D] -> [.., H/N]``, or ``[.., H]``."""
+        if x.dim() == 1:
+            return self.forward(x[None])[0]
         y = self.group.output_of(self, x)
         if not self.gathers:
             return y
@@ -146,7 +179,9 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., D/N] -> [.., H]``: the same on all ranks, or this rank's positions."""
-        cast = _cast_for_autocast(x)
+        if x.dim() == 1:
+            return self.forward(x[None])[0]
+        cast = cast_for_autocast(x)
         bias = None if self.bias is None else cast(self.bias)
         return _RowLinear.apply(cast(x), cast(self.weight), bias, self.boundary, self.label)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -261,12 +296,3 @@ def _each_as_it_comes(
 def _joined(parts: list[Tensor]) -> Tensor:
     """Along the positions."""
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
-
-
-def _cast_for_autocast(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Under autocast: to the dtype of the products. Autograd functions have to do that themselves."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        return lambda tensor: tensor.to(dtype)
-    return lambda tensor: tensor

@@ -14,27 +14,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from nanopar_core import Axis, ParamSpec, Shard, as_axis
 from nanopar_core.grid import split_sizes
+from nanopar_tensor.attention_interface import divide_attention, has_attention_interface
 from nanopar_tensor.context import ContextAttention, give_positions
 from nanopar_tensor.embedding import VocabParallelEmbedding
 from nanopar_tensor.experts import sum_over_ranks
-from nanopar_tensor.linear import ColumnGroup, ColumnLinear, RowLinear
+from nanopar_tensor.linear import ColumnGroup, ColumnLinear, RowLinear, forget_outputs
 from nanopar_tensor.plan import matches, plan_of
 from nanopar_tensor.region import COLUMN, SEQUENCE_STYLE, Region, find_region
-from nanopar_tensor.sequence import Boundary, DividedSequence, WholeSequence, change_input, change_output
+from nanopar_tensor.sequence import (
+    Boundary,
+    DividedSequence,
+    WholeSequence,
+    change_input,
+    change_output,
+    refuse_partial_outputs,
+)
 from nanopar_tensor.sharding import part_of
+from nanopar_tensor.torch_private import hooks_on
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 M = TypeVar("M", bound=nn.Module)
 CORE_STYLE = "attention_core"
+BY_LONGEST_POSITION = ("longrope", "LongRope", "dynamic")  # kinds of rotary positions
 GROUPS_ATTRIBUTE = "num_key_value_groups"  # how Hugging Face's attention modules call query heads per kv head
 
 
@@ -61,18 +70,22 @@ def parallelize(
             ``sequence_parallel`` run on these; of a plan that a model carries without such modules (Hugging Face's),
             norms in and after the repeated blocks are taken for them. Inputs and outputs of the model stay whole.
         context_axis: of the ranks that each have some positions through the whole model; give it inputs that
-            ``split_sequence`` has split. Modules of style ``attention_core`` are replaced by ``ContextAttention``.
+            ``split_sequence`` has split. Modules of style ``attention_core`` are replaced by ``ContextAttention``;
+            a Hugging Face model takes it as its attention function.
         context_method: "all_gather", "ulysses" or "ring" (see ``nanopar_tensor.context``).
 
     Returns:
-        The specs of the parameters that the plan names, for ``nanopar_zero.shard``, clipping and checkpoints. The
+        The specs of the parameters that the plan names, for ``nanopar_zero.shard``, clipping and checkpoints; of a tied
+        weight under all its names. Divided weights are new parameters: make the optimizer afterwards. The
         context axis is a data axis, and not in them: shard over ``mesh.flatten("dp", "cp")``.
 
     Raises:
         ValueError: before anything is touched: an unknown style, a pattern that matches nothing, a size or a number of
-            heads that the ranks do not divide, a module of a kind that the style does not fit, tied weights that
-            only one of their modules divides, or (with ``sequence``) no ``sequence_parallel`` module, or parameters
-            beside these that the plan does not name; or (with ``context_axis``) no ``attention_core``.
+            heads that the ranks do not divide, a module of a kind that the style does not fit, hooks on what is
+            replaced, tied weights that only one of their modules divides; with ``sequence`` no ``sequence_parallel``
+            module, or parameters beside these that the plan does not name; with ``context_axis`` no
+            ``attention_core`` in a model that is not Hugging Face's, or rotary positions that depend on the longest one
+            (LongRoPE).
     """
     axis = as_axis(axis, "tp")
     context = None if context_axis is None else as_axis(context_axis, "cp")
@@ -91,16 +104,23 @@ def parallelize(
     if axis.size == 1 and not axis.communicates:
         return {}
     specs = _Division(model, axis, region).apply(pieces)
-    return {name: specs[name] for name, _ in model.named_parameters() if name in specs}
+    return {name: specs[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in specs}
 
 
 def _check_context(model: nn.Module, cores: list[str], axis: Axis, method: str) -> None:
     ContextAttention(axis, method)  # an unknown method is its error
-    if not cores:
+    if not cores and not has_attention_interface(model):
         raise ValueError(
             f"context_axis: the plan of {type(model).__name__} names no module of style {CORE_STYLE}, "
-            "core(q, k, v, mask), to replace; a Hugging Face model takes a nanopar_tensor.ContextAttention as its "
-            "attention function: see the README"
+            "core(q, k, v, mask), to replace, nor is it a Hugging Face model with set_attn_implementation"
+        )
+    config = getattr(model, "config", None)
+    scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else type(scaling).__name__
+    if scaling is not None and kind in BY_LONGEST_POSITION:
+        raise ValueError(
+            f"context_axis: rotary positions of type {kind} depend on the longest position in a batch, of which each "
+            "rank knows only its own part; such a model cannot be divided along the sequence"
         )
 
 
@@ -108,6 +128,8 @@ def _divide_context(model: nn.Module, cores: list[str], axis: Axis, method: str)
     for name in cores:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, ContextAttention(axis, method, label=name))
+    if not cores:
+        divide_attention(model, axis, method)
     give_positions(model, axis)
 
 
@@ -153,6 +175,7 @@ class _Planner:
             specs = self._specs(name, module, weight=ParamSpec((Shard(self.axis, 1),)), bias=bias)
             return _Piece(name, style, module, specs)
         if style == "embedding_rowwise":
+            self._check_embedding(name)
             spec = self._of_vocabulary(self._of_kind(nn.Embedding, name, style).num_embeddings)
             return _Piece(name, style, module, {f"{name}.weight": spec})
         if style == "replicated_with_grad_allreduce":
@@ -172,7 +195,18 @@ class _Planner:
         module = self.model.get_submodule(name)
         if type(module) is not kind:
             raise ValueError(f"{name} is {style} by plan, which is for {kind.__name__}, not {type(module).__name__}")
+        if hooks_on(module):
+            raise ValueError(f"{name} has hooks, which would be lost, since it is replaced: register them afterwards")
         return module
+
+    def _check_embedding(self, name: str) -> None:
+        module = self.model.get_submodule(name)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option, None):
+                raise ValueError(
+                    f"{name} has {option}={getattr(module, option)}, which a divided embedding cannot follow: leave it "
+                    "out of the plan"
+                )
 
     def _column(self, name: str, style: str, module: nn.Linear) -> _Piece:
         features = module.out_features
@@ -263,10 +297,11 @@ def _check_ties(model: nn.Module, pieces: list[_Piece]) -> None:
 def _check_dropout(model: nn.Module) -> None:
     """Random numbers of a divided tensor would depend on the number of ranks."""
     for name, module in model.named_modules():
-        p = getattr(module, "p", 0.0) if isinstance(module, DROPOUTS) else 0.0
-        p = p or getattr(module, "attention_dropout", 0.0)
-        if isinstance(p, float) and p > 0:
-            raise ValueError(f"{name} has dropout {p:g}: its random numbers would depend on the ranks; set it to 0")
+        chances = {"dropout": module.p} if isinstance(module, DROPOUTS) else {}
+        chances |= {key: value for key, value in vars(module).items() if "drop" in key}  # for F.dropout
+        for key, p in chances.items():
+            if isinstance(p, float) and p > 0:
+                raise ValueError(f"{name} has {key} {p:g}: its random numbers would depend on the ranks; set it to 0")
 
 
 class _Division:
@@ -275,7 +310,7 @@ class _Division:
     def __init__(self, model: nn.Module, axis: Axis, region: Region | None) -> None:
         self.model, self.axis, self.region = model, axis, region
         self.done: dict[nn.Parameter, nn.Parameter] = {}  # this rank's part of each whole weight
-        self.groups: dict[tuple[str, int], ColumnGroup] = {}
+        self.groups: dict[tuple[str, int, Boundary], ColumnGroup] = {}
         self.whole, self.divided = WholeSequence(axis), DividedSequence(axis)
 
     def apply(self, pieces: list[_Piece]) -> dict[str, ParamSpec]:
@@ -301,15 +336,15 @@ class _Division:
         """Where the region begins and ends, and where it is left for a while: hooks at the borders of modules."""
         divided, module = self.divided, self.model.get_submodule
         # What is registered first runs first: a block's input is scattered before anything in it is gathered.
-        change_input(module(region.begins_at), lambda x: divided.scatter(x, region.begins_at))
+        change_input(module(region.begins_at), divided.scatter, region.begins_at)
         for name in region.attentions:
-            groups = [group for (parent, _), group in self.groups.items() if parent == name]
-            change_input(module(name), partial(_enter_attention, divided, groups, name))
+            change_input(module(name), divided.enter, name)
         for name in region.mixtures:
-            change_input(module(name), partial(divided.collect_once, label=name))
-            change_output(module(name), partial(divided.split, label=name))
+            change_input(module(name), divided.collect_once, name)
+            change_output(module(name), divided.split, name)
         if region.ends_after is not None:
-            change_output(module(region.ends_after), partial(divided.collect, label=region.ends_after))
+            change_output(module(region.ends_after), divided.collect, region.ends_after)
+        refuse_partial_outputs(self.model)
 
     def _boundary(self, name: str) -> Boundary:
         region = self.region
@@ -322,7 +357,9 @@ class _Division:
         if whole is None or not spec.shards:
             return whole
         if whole not in self.done:
-            self.done[whole] = nn.Parameter(part_of(whole.detach(), spec), requires_grad=whole.requires_grad)
+            part = nn.Parameter(part_of(whole.detach(), spec), requires_grad=whole.requires_grad)
+            part.__dict__.update(vars(whole))  # what a user has hung on it
+            self.done[whole] = part
         return self.done[whole]
 
     def _replace(self, piece: _Piece, module: nn.Module) -> None:
@@ -339,13 +376,18 @@ class _Division:
         assert isinstance(piece.module, nn.Linear)
         weight, bias = self._parts(piece)
         parent = piece.name.rpartition(".")[0]
-        key = (parent, piece.module.in_features)
+        boundary = self._boundary(piece.name)
+        key = (parent, piece.module.in_features, boundary)
         if key not in self.groups:
             is_head = self.region is not None and piece.name in self.region.heads  # the first that backward needs
             in_attention = self.region is not None and parent in self.region.attentions
             self.groups[key] = ColumnGroup(
-                self._boundary(piece.name), parent or piece.name, keeps_whole=is_head, enters_whole=in_attention
+                boundary,
+                parent or piece.name,
+                keeps_whole=is_head,
+                enters=self.divided if in_attention and boundary is self.divided else None,
             )
+            self.model.get_submodule(parent).register_forward_hook(forget_outputs, always_call=True)
         group = self.groups[key]
         gathers = piece.style == "colwise_gather_output"
         features = piece.module.out_features
@@ -370,11 +412,3 @@ class _Division:
         first = sum(split_sizes(piece.module.num_embeddings, self.axis.size)[: self.axis.rank])
         embedding = VocabParallelEmbedding(weight, first, piece.module.padding_idx, self.axis, piece.name)
         self._replace(piece, embedding)
-
-
-def _enter_attention(divided: DividedSequence, groups: list[ColumnGroup], label: str, x: Tensor) -> Tensor:
-    """All positions, for a module that reads their number before it projects them."""
-    whole = divided.collect(x, label)
-    for group in groups:
-        group.entered(x, whole)
-    return whole

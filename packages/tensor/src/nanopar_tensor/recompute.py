@@ -54,6 +54,8 @@ def sum_once(compute: Callable[[], Tensor]) -> Tensor:
         return compute()
     if kept.next_one is None:
         total = compute()
+        if total.is_inference():  # there will be no second pass
+            return total
         kept.sums.append((total.detach(), total._version))  # detached: what autograd is given becomes part of its graph
         return total
     total, version = kept.sums[kept.next_one]

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from nanopar_core import Axis, Pending, send_recv
 from nanopar_tensor.attention_block import attend, attend_backward
+from nanopar_tensor.autocast import without_autocast
 from nanopar_tensor.zigzag import positions_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def attention(
 ) -> Tensor:
     """``[B, H, S/N, C]``; see ``ContextAttention``."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _Ring.apply(q, k, v, axis, mask, scale, label)  # type: ignore[no-any-return, no-untyped-call]
+    with without_autocast(q):
+        return _Ring.apply(q, k, v, axis, mask, scale, label)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Step(NamedTuple):
@@ -91,32 +93,40 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, total = ctx.saved_tensors
-        axis, label = ctx.axis, ctx.label
-        both = torch.stack([k, v])
-        of_q = torch.zeros_like(q, dtype=total.dtype)
-        of_both: Tensor | None = None  # gradients of the keys and values that are here now
-        arriving: Pending[list[Tensor]] | None = None
-        for number in range(axis.size):
-            coming = _pass_on(both, axis, label) if number < axis.size - 1 else None
-            step = _step(number, axis, q.shape[2], ctx.mask, q.device)
-            rows = step.queries
-            keys, values = both[:, :, :, step.keys].unbind()
-            more = attend_backward(
-                grad[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], total[:, :, rows],
-                step.causal, step.mask, ctx.scale,
-            )  # fmt: skip
-            of_q[:, :, rows] += more[0]
-            of_both = torch.zeros_like(both, dtype=total.dtype) if arriving is None else arriving.wait()[0]
-            of_both[:, :, :, step.keys] += torch.stack(more[1:])
-            if axis.size > 1:
-                arriving = _pass_on(of_both, axis, label)
-            if coming is not None:
-                [both] = coming.wait()
-        if arriving is not None:
-            [of_both] = arriving.wait()
-        assert of_both is not None
-        of_k, of_v = of_both.to(k.dtype).unbind()
-        return of_q.to(q.dtype), of_k, of_v, None, None, None, None
+        with without_autocast(grad):
+            return *_ring_backward(grad, q, k, v, out, total, ctx.axis, ctx.mask, ctx.scale, ctx.label), *[None] * 4
+
+
+def _ring_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor,
+    axis: Axis, mask: ContextMask | None, scale: float, label: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of this rank's ``q``, ``k`` and ``v``."""
+    both = torch.stack([k, v])
+    of_q = torch.zeros_like(q, dtype=total.dtype)
+    of_both: Tensor | None = None  # gradients of the keys and values that are here now
+    arriving: Pending[list[Tensor]] | None = None
+    for number in range(axis.size):
+        coming = _pass_on(both, axis, label) if number < axis.size - 1 else None
+        step = _step(number, axis, q.shape[2], mask, q.device)
+        rows = step.queries
+        keys, values = both[:, :, :, step.keys].unbind()
+        more = attend_backward(
+            grad[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], total[:, :, rows],
+            step.causal, step.mask, scale,
+        )  # fmt: skip
+        of_q[:, :, rows] += more[0]
+        of_both = torch.zeros_like(both, dtype=total.dtype) if arriving is None else arriving.wait()[0]
+        of_both[:, :, :, step.keys] += torch.stack(more[1:])
+        if axis.size > 1:
+            arriving = _pass_on(of_both, axis, label)
+        if coming is not None:
+            [both] = coming.wait()
+    if arriving is not None:
+        [of_both] = arriving.wait()
+    assert of_both is not None
+    of_k, of_v = of_both.to(k.dtype).unbind()
+    return of_q.to(q.dtype), of_k, of_v
 
 
 def _merge(out: Tensor, total: Tensor, part: Tensor, part_total: Tensor) -> None:

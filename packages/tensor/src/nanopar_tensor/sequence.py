@@ -20,12 +20,14 @@ Shapes: B batch, S positions, D hidden size, N ranks; the positions are dim -2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nanopar_core import Axis, Pending, all_reduce
 from nanopar_core.along import all_gather_along
@@ -88,6 +90,11 @@ class DividedSequence:
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.length = axis, 0
+        self._parts: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()  # what ``enter`` gathered
+
+    def __deepcopy__(self, _memo: object) -> DividedSequence:
+        """A copy of a model may share it, as it shares the hooks: each scatters before it reads the length."""
+        return self
 
     def sizes_of_whole(self, x: Tensor) -> Sizes:
         """As even as possible."""
@@ -141,6 +148,18 @@ class DividedSequence:
         """Likewise; a block that is recomputed keeps them, and does not gather them again."""
         return _CollectOnce.apply(x, self, label)  # type: ignore[no-any-return, no-untyped-call]
 
+    def enter(self, x: Tensor, label: str) -> Tensor:
+        """All positions, for a block that reads their number before its column layers project them."""
+        whole = self.collect(x, label)
+        if not whole.is_inference() and whole is not x:
+            self._parts[whole] = x, whole._version
+        return whole
+
+    def part_of(self, whole: Tensor) -> Tensor | None:
+        """What ``enter`` gathered ``whole`` from, to which its gradient may go directly; None if it was changed."""
+        part, version = self._parts.get(whole, (None, -1))
+        return part if version >= 0 and not whole.is_inference() and whole._version == version else None
+
     def split(self, x: Tensor, label: str) -> Tensor:
         """This rank's positions again, of what all ranks have."""
         return split_fwd_all_gather_bwd(x, self.axis, x.dim() - 2, label=label)
@@ -163,30 +182,54 @@ class _CollectOnce(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------- at a module's border
 
 
-def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Have ``module`` called with ``change(x)`` in place of ``x``, its first tensor of floating point."""
+def change_input(module: nn.Module, change: Callable[[Tensor, str], Tensor], label: str) -> None:
+    """Have ``module`` called with ``change(x, label)`` in place of ``x``, its first tensor of floating point."""
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         for place, value in enumerate(args):
             if _is_activation(value):
-                return (*args[:place], change(value), *args[place + 1 :]), kwargs
+                return (*args[:place], change(value, label), *args[place + 1 :]), kwargs
         for name, value in kwargs.items():
             if _is_activation(value):
-                return args, {**kwargs, name: change(value)}
+                return args, {**kwargs, name: change(value, label)}
         raise ValueError(f"{type(module).__name__} was called without activations, which are to be divided here")
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Have ``module`` return ``change(y)`` in place of ``y``, its output or the first of several."""
+def change_output(module: nn.Module, change: Callable[[Tensor, str], Tensor], label: str) -> None:
+    """Have ``module`` return ``change(y, label)`` in place of ``y``, its output or the first of several."""
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return (change(output[0]), *output[1:])
-        return change(output)
+            return (change(output[0], label), *output[1:])
+        return change(output, label)
 
     module.register_forward_hook(after)
+
+
+def refuse_partial_outputs(model: nn.Module) -> None:
+    """Have ``model`` refuse calls of a Hugging Face model that would give out some positions for all."""
+    signature = inspect.signature(model.forward)
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = named_arguments(signature, args, kwargs)
+        kept = given.get("logits_to_keep")
+        if isinstance(kept, Tensor) or kept:
+            raise ValueError(
+                f"logits_to_keep={kept}: under sequence parallelism positions cannot be selected before the head"
+            )
+        asked = given.get("output_hidden_states")
+        if getattr(getattr(model, "config", None), "output_hidden_states", False) if asked is None else asked:
+            raise ValueError("output_hidden_states: under sequence parallelism a rank has some positions of them only")
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that the signature takes as ``**kwargs`` included."""
+    given = signature.bind_partial(*args, **kwargs).arguments
+    return {**given, **given.get("kwargs", {})}
 
 
 def _is_activation(value: Any) -> bool:

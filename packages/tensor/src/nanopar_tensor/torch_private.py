@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def has_flash(q: Tensor) -> bool:
     """Whether a flash kernel that gives out its log-sum-exp serves such queries."""
-    return q.is_cpu or (q.is_cuda and q.dtype in _CUDA_DTYPES and q.shape[-1] <= 256)
+    return q.is_cpu or (q.is_cuda and q.dtype in _CUDA_DTYPES and q.shape[-1] <= 256 and not q.shape[-1] % 8)
+
+
+def hooks_on(module: nn.Module) -> bool:
+    """Whether someone watches the module or its own parameters, or has given this very module another forward."""
+    of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = list(module.parameters(recurse=False))
+    of_parameters = [hooks for p in own for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    return any(of_module) or any(of_parameters) or "forward" in vars(module)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -90,8 +90,8 @@ def shard(
         raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
     if prefetch < 0:
         raise ValueError(f"prefetch must be at least 0, not {prefetch}")
-    specs = specs or {}
-    _check_model(model, specs, init)
+    specs = _under_first_names(model, specs or {})
+    _check_model(model, init)
     divides = STAGES[stage]
     data_axis = as_axis(axis)
     copies = () if replicate is None else (as_axis(replicate, "dp_replicate"),)
@@ -232,10 +232,20 @@ def _flat_groups(
     return flat_groups, shards
 
 
-def _check_model(model: nn.Module, specs: Mapping[str, ParamSpec], init: Callable[[nn.Module], object] | None) -> None:
-    names = {name for name, _ in model.named_parameters()}
-    if unknown := sorted(set(specs) - names):
+def _under_first_names(model: nn.Module, specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """The specs of tied parameters too, which may be given under any of their names."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := sorted(set(specs) - set(every)):
         raise ValueError(f"specs name {unknown[0]}, which is not a parameter of the model")
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, ParamSpec] = {}
+    for name, spec in specs.items():
+        if found.setdefault(first[every[name]], spec) != spec:
+            raise ValueError(f"{first[every[name]]} and {name} are one parameter, but their specs differ")
+    return found
+
+
+def _check_model(model: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no trainable parameters")
     for name, parameter in model.named_parameters():
