@@ -46,6 +46,7 @@ from nanopar_sft.traffic import CallCounter, written_bytes
 T = TypeVar("T")
 
 REFERENCE = "reference"
+A_MOMENT = 0.05  # seconds after which gloo's threads have let go of a finished collective's tensors
 WARM_UP_STEPS = 2
 STEPS_BEFORE_PAIRS = WARM_UP_STEPS + 1  # in which collectives are counted
 PIECE_BYTES = 8 * 2**20  # the floor's collectives go in pieces of this size, as real ones do
@@ -168,6 +169,7 @@ class Measurement:
                 self._step(step, number)
             with counter.window("step"):
                 self._step(step, WARM_UP_STEPS)
+                time.sleep(A_MOMENT)
             if with_activations:
                 model = self.setup.make_model()
                 for parameter in model.parameters():
