@@ -33,6 +33,7 @@ PUBLIC: dict[str, list[str]] = {
         "default_specs",
         "global_norm",
         "identity_fwd_all_reduce_bwd",
+        "keep_communicated",
         "launch",
         "ledger",
         "reduce_scatter",

@@ -11,7 +11,8 @@ from torch import nn
 import nanopar_core as core
 import nanopar_tensor as tensor
 from nanopar_core.testing import run
-from nanopar_tensor.plan import matches
+from nanopar_core.plan import matches
+from nanopar_tensor.plan import STYLES
 
 
 class Attention(nn.Module):
@@ -83,8 +84,8 @@ def test_a_model_without_a_plan() -> None:
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
     layers = nn.ModuleList(small(a=nn.Linear(2, 2), mlp=small(a=nn.Linear(2, 2))) for _ in range(2))
-    assert list(matches(layers, {"*.a": "colwise"})) == ["0.a", "1.a"]
-    assert matches(layers, {"*.b": "colwise"}, is_carried=True) == {}
+    assert list(matches(layers, {"*.a": "colwise"}, STYLES)) == ["0.a", "1.a"]
+    assert matches(layers, {"*.b": "colwise"}, STYLES, is_carried=True) == {}
 
 
 def test_one_rank_changes_nothing() -> None:

@@ -33,6 +33,7 @@ from nanopar_core.grid import split_sizes
 from nanopar_core.launch import World, launch
 from nanopar_core.ledger import Ledger, ledger
 from nanopar_core.mesh import Axis, Mesh, as_axis
+from nanopar_core.recompute import keep_communicated
 from nanopar_core.specs import ParamSpec, Shard, default_specs, global_norm
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "default_specs",
     "global_norm",
     "identity_fwd_all_reduce_bwd",
+    "keep_communicated",
     "launch",
     "ledger",
     "reduce_scatter",

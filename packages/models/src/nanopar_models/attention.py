@@ -81,15 +81,14 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, layout: TokenLayout, cache: KVCache | None = None) -> Tensor:
         """Attention of ``x_BSD`` over itself and the cached tokens, ``[B, S, D]``."""
-        batch, length, _ = x_BSD.shape
-        heads = (batch, length, -1, self.head_dim)
-        q = rotate(self.q_proj(x_BSD).view(heads), layout.rotary).transpose(1, 2)
-        k = rotate(self.k_proj(x_BSD).view(heads), layout.rotary).transpose(1, 2)
-        v = self.v_proj(x_BSD).view(heads).transpose(1, 2)
+        heads = (-1, self.head_dim)  # however many of them this rank has
+        q = rotate(self.q_proj(x_BSD).unflatten(2, heads), layout.rotary).transpose(1, 2)
+        k = rotate(self.k_proj(x_BSD).unflatten(2, heads), layout.rotary).transpose(1, 2)
+        v = self.v_proj(x_BSD).unflatten(2, heads).transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         out: Tensor = self.core(q, k, v, layout.mask)
-        y: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        y: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return y
 
     @property

@@ -9,19 +9,19 @@ Example:
     ...     y = model["down"](model["up"](torch.ones(3, 4)).relu())  # the same on all ranks
 """
 
+from nanopar_core.loading import fill as fill
+from nanopar_core.loading import load_parts as load_parts
+from nanopar_core.recompute import keep_communicated as keep_sums
+from nanopar_core.sharding import merge_state_dict as merge_state_dict
+from nanopar_core.sharding import split_state_dict as split_state_dict
 from nanopar_tensor.context import ContextAttention as ContextAttention
 from nanopar_tensor.context import merge_sequence as merge_sequence
 from nanopar_tensor.context import split_positions as split_positions
 from nanopar_tensor.context import split_sequence as split_sequence
-from nanopar_tensor.loading import fill as fill
-from nanopar_tensor.loading import load_parts as load_parts
 from nanopar_tensor.loss import VocabParallelLoss as VocabParallelLoss
 from nanopar_tensor.loss import cross_entropy as cross_entropy
 from nanopar_tensor.parallelize import parallelize as parallelize
 from nanopar_tensor.plan import plan_of as plan_of
-from nanopar_tensor.recompute import keep_sums as keep_sums
-from nanopar_tensor.sharding import merge_state_dict as merge_state_dict
-from nanopar_tensor.sharding import split_state_dict as split_state_dict
 
 __all__ = [
     "ContextAttention",

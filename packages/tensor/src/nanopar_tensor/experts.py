@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nanopar_core import Axis, all_reduce
-from nanopar_tensor.recompute import sum_once
+from nanopar_core.recompute import once
 
 
 def sum_over_ranks(experts: nn.Module, axis: Axis, label: str) -> None:
@@ -65,7 +65,7 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, output: Tensor, axis: Axis, label: str) -> Tensor:
-        return sum_once(lambda: all_reduce(output, axis, label=label))
+        return once(lambda: all_reduce(output, axis, label=label))
 
     @staticmethod
     @once_differentiable

@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from nanopar_core import Pending
 from nanopar_core.autograd import all_gather_fwd_split_bwd
 from nanopar_core.grid import split_sizes
+from nanopar_core.recompute import is_recomputed, once
 from nanopar_tensor.autocast import autocast_dtype, cast_for_autocast
-from nanopar_tensor.recompute import is_recomputed, sum_once
 from nanopar_tensor.sequence import Boundary, DividedSequence, WholeSequence
 
 R = TypeVar("R")
@@ -255,7 +255,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.boundary, ctx.label = boundary, label
         ctx.sizes = boundary.sizes_of_whole(x)
         pieces = x.split(ctx.sizes, -2)
-        y = sum_once(lambda: boundary.sum(lambda number: F.linear(pieces[number], weight), ctx.sizes, label).wait())
+        y = once(lambda: boundary.sum(lambda number: F.linear(pieces[number], weight), ctx.sizes, label).wait())
         if bias is None:
             return y
         return y + bias if is_recomputed() else y.add_(bias)  # what is kept stays as it is

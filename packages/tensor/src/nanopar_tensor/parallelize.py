@@ -22,12 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nanopar_core import Axis, ParamSpec, Shard, as_axis
 from nanopar_core.grid import split_sizes
+from nanopar_core.plan import matches
+from nanopar_core.sharding import part_of
 from nanopar_tensor.attention_interface import divide_attention, has_attention_interface
 from nanopar_tensor.context import ContextAttention, give_positions
 from nanopar_tensor.embedding import VocabParallelEmbedding
 from nanopar_tensor.experts import sum_over_ranks
 from nanopar_tensor.linear import ColumnGroup, ColumnLinear, RowLinear, forget_outputs
-from nanopar_tensor.plan import matches, plan_of
+from nanopar_tensor.plan import STYLES, plan_of
 from nanopar_tensor.region import COLUMN, SEQUENCE_STYLE, Region, find_region
 from nanopar_tensor.sequence import (
     Boundary,
@@ -37,7 +39,6 @@ from nanopar_tensor.sequence import (
     change_output,
     refuse_partial_outputs,
 )
-from nanopar_tensor.sharding import part_of
 from nanopar_tensor.torch_private import hooks_on
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -89,7 +90,7 @@ def parallelize(
     """
     axis = as_axis(axis, "tp")
     context = None if context_axis is None else as_axis(context_axis, "cp")
-    styles = matches(model, plan_of(model) if plan is None else plan, is_carried=plan is None)
+    styles = matches(model, plan_of(model) if plan is None else plan, STYLES, is_carried=plan is None)
     region = find_region(model, styles, is_carried=plan is None) if sequence else None
     styles = styles if region is None else region.styles
     planner = _Planner(model, styles, axis, frozenset() if region is None else region.divided)

@@ -18,10 +18,9 @@ attention_core                  with context_axis: replaced by attention over di
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-
 from torch import nn
+
+from nanopar_core.plan import carried_plan
 
 STYLES = (
     "colwise",
@@ -42,33 +41,4 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: it carries none.
     """
-    plan = getattr(model, "tp_plan", None)
-    if not isinstance(plan, Mapping):
-        raise ValueError(f"{type(model).__name__} carries no tensor-parallel plan: write one, {{name pattern: style}}")
-    return dict(plan)
-
-
-def matches(model: nn.Module, plan: Mapping[str, str], *, is_carried: bool = False) -> dict[str, str]:
-    """Full names of modules and parameters with their styles, in the model's order.
-
-    Args:
-        is_carried: entries that match nothing are skipped (a model may carry entries for layers that it has not).
-
-    Raises:
-        ValueError: an unknown style, a pattern that matches nothing, or a name that two patterns match differently.
-    """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, tuple[str, str]] = {}
-    for pattern, style in plan.items():
-        if style not in STYLES:
-            raise ValueError(f"plan[{pattern!r}]: unknown style {style!r}; there are {', '.join(STYLES)}")
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        matching = [name for name in names if expression.fullmatch(name)]
-        if not matching and not is_carried:
-            raise ValueError(f"plan[{pattern!r}] ({style}) matches no module or parameter of {type(model).__name__}")
-        for name in matching:
-            other = found.setdefault(name, (pattern, style))
-            if other[1] != style:
-                raise ValueError(f"{name} is {other[1]} by plan[{other[0]!r}] and {style} by plan[{pattern!r}]")
-    return {name: found[name][1] for name in names if name in found}
+    return carried_plan(model, "tp_plan", "tensor-parallel")

@@ -34,7 +34,7 @@ from nanopar_core.along import all_gather_along
 from nanopar_core.autograd import all_gather_fwd_split_bwd, split_fwd_all_gather_bwd
 from nanopar_core.grid import split_sizes
 from nanopar_core.in_parts import gather_parts, sum_parts
-from nanopar_tensor.recompute import sum_once
+from nanopar_core.recompute import once
 
 Sizes = tuple[int, ...]
 
@@ -171,7 +171,7 @@ class _CollectOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, divided: DividedSequence, label: str) -> Tensor:
         ctx.rank, ctx.sizes = divided.axis.rank, divided.sizes_of_part(x)
-        return sum_once(lambda: all_gather_along(x, divided.axis, -2, ctx.sizes, label=label).wait())
+        return once(lambda: all_gather_along(x, divided.axis, -2, ctx.sizes, label=label).wait())
 
     @staticmethod
     @once_differentiable

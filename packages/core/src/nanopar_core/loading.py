@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopar_core import ParamSpec
-from nanopar_tensor.sharding import own_places, part_of
+from nanopar_core.sharding import own_places, part_of
+from nanopar_core.specs import ParamSpec
 
 INDEX = "model.safetensors.index.json"
 
@@ -69,7 +69,7 @@ def load_parts(model: nn.Module, specs: Mapping[str, ParamSpec], folder: str | P
     try:
         from safetensors import safe_open
     except ImportError:
-        raise ImportError('load_parts reads safetensors files: pip install "nanopar-tensor[files]"') from None
+        raise ImportError('load_parts reads safetensors files: pip install "nanopar-core[checkpoint]"') from None
     files = _files(Path(folder))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nanopar_core import ParamSpec, Shard, all_gather
+from nanopar_core.collectives import all_gather
 from nanopar_core.grid import split_sizes
+from nanopar_core.specs import ParamSpec, Shard
 
 
 def part_of(full: Tensor, spec: ParamSpec) -> Tensor:
@@ -43,7 +44,7 @@ def whole(part: Tensor, spec: ParamSpec, *, label: str = "") -> Tensor:
 
 
 def split_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> dict[str, Tensor]:
-    """This rank's part of whole weights, for ``load_state_dict`` of a parallelized model."""
+    """This rank's part of whole weights, for ``load_state_dict`` of a divided model."""
     return {name: part_of(value, specs.get(name, ParamSpec())) for name, value in state_dict.items()}
 
 

@@ -1,0 +1,159 @@
+"""Where every token of a call goes: worked out once, from the router's choice, before anything is sent.
+
+    indices [T, k] --sort by expert--> rows in the order of experts, which is the order of ranks too
+                   --count-->          rows for each expert [E]
+                   --all_to_all of counts--> rows that each rank sends here, by expert of this rank [N, E/N]
+                   --one copy to the host--> how many rows to send to, and to receive from, each rank
+
+With a capacity C an expert takes no more than C rows from a rank; what is over is left out, later tokens first. With
+``pads`` it takes exactly C, some of them zeros: then every size is known, nothing is counted and nothing copied to the
+host. ("GShard", Lepikhin et al. 2020, section 2.2; capacity as there: factor * k * T / E.)
+
+Shapes: T tokens of a chunk, k experts per token, E experts, N ranks, P rows sent, R rows received, C capacity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanopar_core import Axis, all_to_all
+from nanopar_core.recompute import once
+from nanopar_expert.permute import Order, counts_of, sort_by_expert
+
+
+class Chunk(NamedTuple):
+    """The way of some tokens, which lie one after the other in the call.
+
+    ``tokens``, ``pairs`` ``[P]``: the token, and the (token, expert) pair, of each row sent, both numbered within the
+    chunk; ``places`` ``[T, k]``: the row of a pair, P for one that is left out; ``is_padding`` ``[P]``, or None;
+    ``send``, ``receive``: rows by rank; ``experts`` ``[R, 1]``: the expert of this rank that a received row is for.
+    """
+
+    tokens: Tensor
+    pairs: Tensor
+    places: Tensor
+    is_padding: Tensor | None
+    send: list[int]
+    receive: list[int]
+    experts: Tensor
+
+
+class Route(NamedTuple):
+    """``chunks``, and by expert ``[E]`` how many of this rank's pairs are left out; None without a capacity."""
+
+    chunks: list[Chunk]
+    dropped: Tensor | None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many rows an expert takes from a rank.
+
+    Attributes:
+        factor: times what it would get if all experts got the same.
+        pads: exactly as many.
+    """
+
+    factor: float
+    pads: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise ValueError(f"capacity_factor must be above 0, not {self.factor}")
+
+    def rows(self, pairs: int, num_experts: int) -> int:
+        """C, of so many (token, expert) pairs; at least 1."""
+        return max(1, ceil(self.factor * pairs / num_experts))
+
+
+def find_route(
+    indices: Tensor, num_experts: int, axis: Axis, *, chunks: int, capacity: Capacity | None, label: str
+) -> Route:
+    """The route of ``indices`` ``[T, k]``, tokens in so many chunks. Collective, unless the capacity pads."""
+    parts = indices.tensor_split(chunks)
+    chosen = [sort_by_expert(part, num_experts) for part in parts]
+    load = torch.stack([counts_of(order.ends) for order in chosen])
+    limits = [None if capacity is None else capacity.rows(part.numel(), num_experts) for part in parts]
+    if capacity is not None and capacity.pads:
+        taken = [load_here.clamp(max=limit) for load_here, limit in zip(load, limits, strict=True)]
+        padded = [_padded(order, limit or 0, axis, num_experts) for order, limit in zip(chosen, limits, strict=True)]
+        return Route(padded, load.sum(0) - torch.stack(taken).sum(0))
+    kept = [
+        order if limit is None else _within(part, order, limit, num_experts)
+        for part, order, limit in zip(parts, chosen, limits, strict=True)
+    ]
+    counts = load if capacity is None else torch.stack([counts_of(order.ends) for order in kept])
+    sent, received, arriving = _exchange_counts(counts, axis, label)
+    found = []
+    for number, order in enumerate(kept):
+        send, receive = ([sum(of_rank) for of_rank in counted[number]] for counted in (sent, received))
+        pairs = order.pairs[: sum(send)]
+        found.append(
+            Chunk(
+                pairs // max(1, order.places.shape[1]),
+                pairs,
+                order.places.clamp(max=sum(send)),
+                None,
+                send,
+                receive,
+                _experts_of(arriving[:, number], sum(receive)),
+            )
+        )
+    return Route(found, None if capacity is None else (load - counts).sum(0))
+
+
+Counts = list[list[list[int]]]  # by chunk, rank and expert of a rank
+
+
+def _exchange_counts(counts: Tensor, axis: Axis, label: str) -> tuple[Counts, Counts, Tensor]:
+    """Rows sent and rows received, on the host, and the latter ``[N, chunks, E/N]`` on the device."""
+    by_rank = counts.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
+    ones = [1] * axis.size
+
+    def exchange() -> tuple[Counts, Counts, Tensor]:
+        arriving = all_to_all(by_rank, axis, send_sizes=ones, receive_sizes=ones, label=f"{label} counts")
+        sent, received = torch.stack([by_rank, arriving]).transpose(1, 2).tolist()
+        return sent, received, arriving
+
+    return once(exchange)
+
+
+def _experts_of(arriving: Tensor, rows: int) -> Tensor:
+    """``[R, 1]``: the expert of each row that comes, rank by rank, expert by expert, ``arriving`` ``[N, E/N]``."""
+    ranks, experts = arriving.shape
+    numbers = torch.arange(experts, device=arriving.device).repeat(ranks)
+    return torch.repeat_interleave(numbers, arriving.flatten(), output_size=rows)[:, None]
+
+
+def _ranked(order: Order, num_experts: int) -> tuple[Tensor, Tensor]:
+    """For each row its expert (``num_experts`` for none) and which of the expert's rows it is."""
+    rows = torch.arange(order.pairs.numel(), device=order.pairs.device)
+    experts = torch.searchsorted(order.ends.long(), rows, right=True)
+    starts = torch.cat([order.ends.new_zeros(1), order.ends]).long()
+    return experts, rows - starts[experts.clamp(max=num_experts)]
+
+
+def _within(indices: Tensor, order: Order, limit: int, num_experts: int) -> Order:
+    """The order without the rows beyond an expert's limit."""
+    experts, numbers = _ranked(order, num_experts)
+    kept = experts.where(numbers < limit, num_experts)
+    by_pair = torch.empty_like(kept).scatter_(0, order.pairs, kept)
+    return sort_by_expert(by_pair.view(indices.shape), num_experts)
+
+
+def _padded(order: Order, limit: int, axis: Axis, num_experts: int) -> Chunk:
+    """``limit`` rows for every expert."""
+    device, total = order.pairs.device, limit * num_experts
+    experts, numbers = _ranked(order, num_experts)
+    slots = (experts * limit + numbers).where((numbers < limit) & (experts < num_experts), total)
+    pairs = torch.zeros(total + 1, dtype=order.pairs.dtype, device=device).scatter_(0, slots, order.pairs)[:total]
+    is_used = torch.zeros(total + 1, dtype=torch.bool, device=device).index_fill_(0, slots, True)[:total]
+    places = torch.empty_like(order.pairs).scatter_(0, order.pairs, slots).view(order.places.shape)
+    sizes = [total // axis.size] * axis.size
+    here = torch.arange(num_experts // axis.size, device=device).repeat_interleave(limit).repeat(axis.size)
+    return Chunk(pairs // max(1, order.places.shape[1]), pairs, places, ~is_used, sizes, sizes, here[:, None])
