@@ -238,3 +238,72 @@ def test_divided_experts_train_as_in_one_process(name: str, dp: int, ep: int) ->
 )
 def test_other_ways(name: str, way: Way) -> None:
     check(name, way)
+
+
+def outputs_of(kind: str, divides: bool) -> dict[str, Any]:
+    """In fp32, with the experts' implementation that transformers takes by itself; a rank whose tokens avoid it all."""
+    torch.manual_seed(0)
+    model: Any = hugging_face(kind, hidden_size=32, intermediate_size=16, moe_intermediate_size=16)
+    model.set_experts_implementation("grouped_mm")
+    ids = tokens(0)
+    if divides:
+        mesh = core.Mesh(dp=2, ep=2)
+        specs = expert.parallelize(model, None, mesh.ep)
+        ids = ids[mesh.dp.rank :: 2]
+    for router in expert.routers_of(model).values():  # all to the first two experts, which the first rank has
+        router.register_forward_hook(lambda _m, _x, out: (out[0], out[1], torch.arange(2).expand_as(out[2])))
+    loss_of(model, ids).backward()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    if divides:
+        summed = {n: g if n in specs else core.all_reduce(g, mesh.dp) for n, g in gradients.items()}
+        gradients = merge_state_dict(summed, specs)
+    return {"gradients": gradients}
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_grouped_products_of_transformers_and_a_rank_without_rows(kind: str) -> None:
+    pytest.importorskip("transformers")
+    assert_parity(outputs_of(kind, False), run(2, outputs_of, kind, True), axes={"dp": 2}, rtol=2e-5)
+
+
+# ------------------------------------------------------------------------------------------- these tests see faults
+
+
+def expert_gradients_averaged(name: str, way: Way) -> dict[str, Any]:
+    """The sum over a token's gradients divided by the ranks, as if the way back were a mean."""
+    real = dispatch._Send.backward
+
+    def divided(ctx: Any, *tickets: Tensor) -> Any:
+        x, weights, nothing = real(ctx, *tickets)
+        return x / 2, weights, nothing
+
+    dispatch._Send.backward = staticmethod(divided)  # type: ignore[method-assign]
+    return on_this_rank(name, way)
+
+
+def weights_cut_off(name: str, way: Way) -> dict[str, Any]:
+    """The router gets no gradient through what travels."""
+    real = dispatch._Send.backward
+
+    def cut(ctx: Any, *tickets: Tensor) -> Any:
+        x, weights, nothing = real(ctx, *tickets)
+        return x, torch.zeros_like(weights), nothing
+
+    dispatch._Send.backward = staticmethod(cut)  # type: ignore[method-assign]
+    return on_this_rank(name, way)
+
+
+FAULTS: list[tuple[Callable[..., Any], Way, str]] = [
+    (expert_gradients_averaged, Way(2, 2), "blocks.0"),
+    (weights_cut_off, Way(2, 2), "router.weight"),
+    (on_this_rank, Way(2, 2, forgets="dense"), "replicas on dp differ"),  # replicated gradients not reduced
+    (on_this_rank, Way(4, 2, forgets="data axis"), "experts"),  # experts' gradients over the wrong group
+    (on_this_rank, Way(2, 2, forgets="norm"), "norm"),  # each rank clips by its own norm
+]
+
+
+@pytest.mark.parametrize(("broken", "way", "diagnosis"), FAULTS)
+def test_these_tests_see_faults(broken: Callable[..., Any], way: Way, diagnosis: str) -> None:
+    with pytest.raises(AssertionError, match=r"differences? from the reference") as failure:
+        assert_parity(reference("own"), run(way.dp, broken, "own", way), axes={"dp": way.dp})
+    assert diagnosis in str(failure.value), str(failure.value)

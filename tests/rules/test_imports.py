@@ -103,6 +103,7 @@ DISTRIBUTED: dict[str, tuple[str, ...]] = {
     "nanopar_core/checkpoint.py": ("torch.distributed", "torch.distributed.checkpoint"),
     # types in a signature: what a user may pass
     "nanopar_zero/api.py": ("torch.distributed.ProcessGroup", "torch.distributed.device_mesh.DeviceMesh"),
+    "nanopar_expert/parallelize.py": ("torch.distributed.ProcessGroup", "torch.distributed.device_mesh.DeviceMesh"),
     "nanopar_tensor/parallelize.py": ("torch.distributed.ProcessGroup", "torch.distributed.device_mesh.DeviceMesh"),
     # torchrun's own launcher, and the list of backends that `env` prints
     "nanopar_sft/launcher.py": ("torch.distributed.elastic", "torch.distributed.launcher"),

@@ -49,6 +49,14 @@ def test_bytes_floor_of_tensor_parallelism() -> None:
     assert floors.TENSOR.bytes_sent(sizes, 4, 1) == (4 * 3 + 2) * 150
 
 
+def test_floors_of_expert_parallelism() -> None:
+    sizes = floors.Sizes(parameters=120, hidden=7, layers=3, experts=80, routed=16)
+    # all_reduce of the 40 bytes that are not experts; 4 times in 3 layers the rows of a rank, of which part is its own
+    assert floors.EXPERT.bytes_sent(sizes, 2, 1) == 40 + 4 * 3 * 16 // 4
+    assert floors.EXPERT.bytes_sent(sizes, 4, 1) == 60 + 4 * 3 * 16 * 3 // 16
+    assert floors.EXPERT.memory_bytes(sizes, 4, 30) == 3 * (40 + 20) + 60
+
+
 # P = 120, N = 4: weights + moments + the larger of activations and gradients
 @pytest.mark.parametrize(
     ("needs", "activations", "memory"),
@@ -63,7 +71,7 @@ def test_bytes_floor_of_tensor_parallelism() -> None:
     ],
 )
 def test_memory_floor(needs: floors.Needs, activations: int, memory: int) -> None:
-    assert needs.memory_bytes(120, 4, activations) == memory
+    assert needs.memory_bytes(floors.Sizes(120, 7, 3), 4, activations) == memory
 
 
 def test_every_candidate_has_the_floor_of_its_stage() -> None:

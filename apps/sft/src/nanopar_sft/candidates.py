@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import nanopar_core as core
+import nanopar_expert as expert
 import nanopar_tensor as tensor
 import nanopar_zero as zero
 from nanopar_models.loss import next_token_labels
@@ -39,12 +40,14 @@ class Candidate:
         build: makes model and optimizer on this rank; collective where the strategy is.
         needs: what it cannot do without.
         missing: why it cannot run here, as a package that is not installed; None where it can.
+        differs: why its losses are not those of plain training; None where they must be.
     """
 
     kind: Kind
     build: Callable[[Setup], Step]
     needs: Needs
     missing: Callable[[], str | None] = lambda: None
+    differs: str | None = None
 
 
 def local(setup: Setup) -> Step:
@@ -109,18 +112,43 @@ def _tensor(setup: Setup, *, sequence: bool) -> Step:
     return step
 
 
+def _expert(setup: Setup, *, stage: int, chunks: int = 1) -> Step:
+    """``nanopar_expert`` over all ranks, each with its own sequences; zero has what is not experts."""
+    _need_experts(setup)
+    mesh, model = core.Mesh(dp=setup.axis.size, ep=setup.axis.size), setup.make_model()
+    specs = expert.parallelize(model, None, mesh.ep, data_axis=mesh.edp, chunks=chunks)
+    optimizer = zero.shard(
+        model, lambda groups: workload.adamw(groups, setup.fused), axis=mesh.dp, stage=stage, specs=specs
+    )
+
+    def step(batch: Tensor) -> Tensor:
+        loss = train_on_parts(model, setup.parts(batch), optimizer.no_sync)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait()
+        return loss
+
+    return step
+
+
+def _need_experts(setup: Setup) -> None:
+    if setup.model == "dense":
+        raise InputError("model=dense: expert parallelism needs a mixture of experts: --model moe")
+
+
 STRATEGIES: dict[str, Candidate] = {
     "zero0": zero_stage(0),
     "zero1": zero_stage(1),
     "zero2": zero_stage(2),
     "zero3": zero_stage(3),
     "zero3-keep": zero_stage(3, floors.STAGE_3_KEPT, reshard_after_forward=False),
+    "ep": Candidate("nanopar", partial(_expert, stage=0), floors.EXPERT),
     "tp": Candidate("nanopar", partial(_tensor, sequence=False), floors.TENSOR),
     "tp-sp": Candidate("nanopar", partial(_tensor, sequence=True), floors.SEQUENCE),
 }
 OTHER_NAMES = {"ddp": "zero0"}
 PEERS: dict[str, Candidate] = {
-    name: Candidate("peer", peer.build, peer.needs, peer.missing) for name, peer in peers.PEERS.items()
+    name: Candidate("peer", peer.build, peer.needs, peer.missing, peer.differs) for name, peer in peers.PEERS.items()
 }
 CANDIDATES: dict[str, Candidate] = {
     LOCAL: Candidate("local", local, floors.NOTHING),

@@ -31,6 +31,7 @@ class Row:
         bytes_modelled: what nanopar's ledger says for the same; None for peers.
         peak_memory_bytes, live_memory_bytes: tensors on the fullest rank: the most in a step, and after it.
         loss_difference: largest difference to plain training in one process, over all steps.
+        differs: why the losses are not compared: another model is trained, such as one with the library's own router.
         calls: collectives in a step, by kind.
         reports: everything that the ranks recorded.
         ..._floor: what no implementation of the strategy can do without (floors.py).
@@ -55,6 +56,7 @@ class Row:
     live_memory_bytes: int | None = None
     loss_difference: float | None = None
     loss_difference_floor: float | None = None
+    differs: str | None = None
     calls: dict[str, int] = field(default_factory=dict)
     reports: list[dict[str, Any]] = field(default_factory=list)
 
@@ -81,10 +83,10 @@ def row_of(
     written = [_median_written(report) for report in reports]
     sent = [size for size in written if size is not None] or modelled
     losses = [statistics.fmean(each) for each in zip(*(report.losses for report in reports), strict=True)]
-    same_training = reference_losses is not None and (name != LOCAL or ranks == 1)
+    same_training = reference_losses is not None and candidate.differs is None and (name != LOCAL or ranks == 1)
     memory_floor = None
     if activation_bytes is not None:
-        memory_floor = needs.memory_bytes(sizes.parameters, ranks, activation_bytes)
+        memory_floor = needs.memory_bytes(sizes, ranks, activation_bytes)
     return Row(
         strategy=name,
         kind=candidate.kind,
@@ -103,6 +105,7 @@ def row_of(
         live_memory_bytes=max(report.live_memory_bytes for report in reports),
         loss_difference=_largest_difference(losses, reference_losses or []) if same_training else None,
         loss_difference_floor=0.0 if same_training else None,
+        differs=candidate.differs,
         calls=reports[0].calls,
         reports=[asdict(report) for report in reports],
     )

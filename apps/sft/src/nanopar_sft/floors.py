@@ -18,6 +18,12 @@ of one rank. fp32, AdamW.
 (A layer's two blocks, forward and backward; the embedding and the head. Two numbers a token for the loss are not
 counted, nor that tp-sp gathers each block's input again in backward, which sends 2 L H (N-1)/N more.)
 
+    expert parallel          E: bytes of the experts, K: of the tokens' rows, one for each expert that they visit
+    ep                       1 all_reduce of P - E,            2 (P - E)(N-1)/N   P - E + E/N, moments twice that,
+                             4 L all_to_all of K/N             + 4 L K (N-1)/N^2  gradients as much
+
+(With a routing that is even. The counts and the routing weights beside the rows are not counted.)
+
 A reduce_scatter or an all_gather of P bytes sends P (N-1)/N from every rank, an all_reduce twice that.
 
 Memory: weights and moments, and beside them the larger of the activations and the gradients, which need not exist at
@@ -47,11 +53,13 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and its batch, in bytes: P and H of the table above; and the number of layers."""
+    """Of the model and its batch, in bytes: P, H, E and K of the tables above; and the number of layers."""
 
     parameters: int
     hidden: int
     layers: int
+    experts: int = 0
+    routed: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Needs:
         whole_moments: every rank holds all of AdamW's moments.
         per_layer: collectives of the hidden states, in every layer.
         beside_layers: collectives of the hidden states before and after the layers.
+        per_mixture: collectives of the tokens' rows, in every layer; the experts are divided then.
     """
 
     per_step: dict[str, int]
@@ -75,12 +84,15 @@ class Needs:
     whole_moments: bool
     per_layer: dict[str, int] = field(default_factory=dict)
     beside_layers: dict[str, int] = field(default_factory=dict)
+    per_mixture: dict[str, int] = field(default_factory=dict)
 
     def collectives(self, sizes: Sizes, microbatches: int) -> list[Message]:
         """Collectives of a step, in which ``microbatches`` share the batch among them."""
+        shared = sizes.parameters - (sizes.experts if self.per_mixture else 0)
         counts = [
-            *((op, sizes.parameters, number) for op, number in self.per_step.items()),
-            *((op, sizes.parameters, number * microbatches) for op, number in self.per_microbatch.items()),
+            *((op, shared, number) for op, number in self.per_step.items()),
+            *((op, shared, number * microbatches) for op, number in self.per_microbatch.items()),
+            *((op, sizes.routed, number * sizes.layers) for op, number in self.per_mixture.items()),
             *((op, sizes.hidden, number * sizes.layers) for op, number in self.per_layer.items()),
             *((op, sizes.hidden, number) for op, number in self.beside_layers.items()),
         ]
@@ -88,15 +100,17 @@ class Needs:
 
     def bytes_sent(self, sizes: Sizes, ranks: int, microbatches: int) -> int:
         """Bytes that one rank sends in a step."""
-        passes = {"all_reduce": 2}
-        total = sum(passes.get(op, 1) * size * number for op, size, number in self.collectives(sizes, microbatches))
-        return total * (ranks - 1) // ranks
+        passes = {"all_reduce": 2 * ranks, "all_to_all": 1}
+        total = sum(passes.get(op, ranks) * size * number for op, size, number in self.collectives(sizes, microbatches))
+        return total * (ranks - 1) // ranks**2
 
-    def memory_bytes(self, parameter_bytes: int, ranks: int, activation_bytes: int) -> int:
+    def memory_bytes(self, sizes: Sizes, ranks: int, activation_bytes: int) -> int:
         """Bytes of tensors on one rank where the most exist."""
+        divided = sizes.experts if self.per_mixture else 0
 
         def held(whole: bool) -> int:
-            return parameter_bytes if whole else parameter_bytes // ranks
+            here = sizes.parameters - divided
+            return (here if whole else here // ranks) + divided // ranks
 
         state = held(self.whole_weights) + OPTIMIZER_STATES * held(self.whole_moments)
         return state + max(activation_bytes, held(self.whole_gradients))
@@ -109,7 +123,7 @@ STAGES = {
     2: Needs({"all_gather": 1}, {"reduce_scatter": 1}, True, False, False),
     3: Needs({}, {"reduce_scatter": 1, "all_gather": 2}, False, False, False),
 }
-_BLOCKS = 2 * 2  # attention and MLP, forward and backward
+_BLOCKS = 2 * 2  # attention and MLP, or there and back; forward and backward
 TENSOR = Needs({}, {}, False, False, False, {"all_reduce": _BLOCKS}, {"all_reduce": 2})
 SEQUENCE = Needs(
     {},
@@ -120,4 +134,5 @@ SEQUENCE = Needs(
     {"all_gather": _BLOCKS, "reduce_scatter": _BLOCKS},
     {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1},
 )
+EXPERT = Needs({"all_reduce": 1}, {}, True, True, True, per_mixture={"all_to_all": _BLOCKS})
 STAGE_3_KEPT = Needs({}, {"reduce_scatter": 1, "all_gather": 1}, True, False, False)

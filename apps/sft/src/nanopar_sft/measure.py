@@ -251,12 +251,17 @@ class Measurement:
 
 
 def _once(op: str, whole: Tensor, axis: core.Axis) -> None:
-    """One collective in place: all_gather sends this rank's part of ``whole``, reduce_scatter fills it."""
+    """One collective in place: all_gather sends this rank's part of ``whole``, reduce_scatter fills it.
+
+    An all_to_all is of this rank's part, and not in place.
+    """
     part = whole.split(core.split_sizes(whole.numel(), axis.size))[axis.rank]
     if op == "all_reduce":
         core.all_reduce(whole, axis, out=whole)
     elif op == "reduce_scatter":
         core.reduce_scatter(whole, axis, out=part)
+    elif op == "all_to_all":
+        core.all_to_all(part, axis, out=torch.empty_like(part))
     else:
         core.all_gather(part, axis, out=whole)
 

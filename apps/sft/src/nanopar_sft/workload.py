@@ -105,7 +105,11 @@ def sizes(model: nn.Module, tokens: int) -> Sizes:
     """What its collectives carry, with ``tokens`` in a batch, in fp32."""
     config: Any = model.config
     parameters = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return Sizes(parameters, tokens * config.hidden_size * 4, config.num_hidden_layers)
+    hidden = tokens * config.hidden_size * 4
+    experts = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if ".experts." in name)
+    return Sizes(
+        parameters, hidden, config.num_hidden_layers, experts, hidden * getattr(config, "num_experts_per_tok", 0)
+    )
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str]:

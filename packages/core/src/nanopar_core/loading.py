@@ -20,23 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopar_core.sharding import own_places, part_of
+from nanopar_core.sharding import part_of, places_of_part, whole_shape
 from nanopar_core.specs import ParamSpec
 
 INDEX = "model.safetensors.index.json"
-
-
-def whole_shape(part: Tensor, spec: ParamSpec) -> tuple[int, ...]:
-    """The shape of the parameter that ``part`` is this rank's part of."""
-    shape = list(part.shape)
-    for shard in spec.shards:
-        if shard.sections is not None:
-            shape[shard.dim] = sum(shard.sections)
-        elif shard.sizes is not None:
-            shape[shard.dim] = sum(shard.sizes)
-        else:
-            shape[shard.dim] *= shard.axis.size
-    return tuple(shape)
 
 
 @torch.no_grad()
@@ -88,19 +75,14 @@ def load_parts(model: nn.Module, specs: Mapping[str, ParamSpec], folder: str | P
                 raise ValueError(f"{found} is {list(source.get_shape())} in {folder}, but {list(shape)} in the model")
             sources.append((parameter, source, spec))
         for parameter, source, spec in sources:
-            _give(model, parameter, _read_part(source, spec, parameter.dim()))
+            _give(model, parameter, _read_part(source, spec))
 
 
-def _read_part(source: Any, spec: ParamSpec, dims: int) -> Tensor:
+def _read_part(source: Any, spec: ParamSpec) -> Tensor:
     """This rank's part of a file's tensor, in as many reads as it has pieces there."""
-    ranges: list[list[slice]] = [[slice(None)] for _ in range(dims)]
-    for shard in spec.shards:
-        if ranges[shard.dim] != [slice(None)]:
-            raise ValueError(f"two shards divide dim {shard.dim}: such a parameter cannot be read in parts")
-        places = own_places(shard, source.get_shape()[shard.dim])
-        ranges[shard.dim] = [slice(at.start, at.stop) for at in places]
+    ranges = [[slice(at.start, at.stop) for at in of_dim] for of_dim in places_of_part(tuple(source.get_shape()), spec)]
     pieces: list[Tensor] = [source[place] if place else source[...] for place in product(*ranges)]
-    for dim in reversed(range(dims)):  # the last dim's pieces lie beside each other
+    for dim in reversed(range(len(ranges))):  # the last dim's pieces lie beside each other
         count = len(ranges[dim])
         if count > 1:
             groups = [pieces[first : first + count] for first in range(0, len(pieces), count)]

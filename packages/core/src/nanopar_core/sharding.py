@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanopar_core.collectives import all_gather
 from nanopar_core.grid import split_sizes
@@ -34,6 +34,39 @@ def own_places(shard: Shard, length: int) -> list[range]:
         places.append(range(first, first + sizes[shard.axis.rank]))
         start += section
     return places
+
+
+def whole_shape(part: Tensor, spec: ParamSpec) -> tuple[int, ...]:
+    """The shape of the parameter that ``part`` is this rank's part of."""
+    shape = list(part.shape)
+    for shard in spec.shards:
+        if shard.sections is not None:
+            shape[shard.dim] = sum(shard.sections)
+        elif shard.sizes is not None:
+            shape[shard.dim] = sum(shard.sizes)
+        else:
+            shape[shard.dim] *= shard.axis.size
+    return tuple(shape)
+
+
+def places_of_part(shape: tuple[int, ...], spec: ParamSpec) -> list[list[range]]:
+    """By dim, the ranges of a whole parameter of ``shape`` that this rank's part consists of.
+
+    Raises:
+        ValueError: two shards divide one dim.
+    """
+    places = [[range(length)] for length in shape]
+    for shard in spec.shards:
+        if places[shard.dim] != [range(shape[shard.dim])]:
+            raise ValueError(f"two shards divide dim {shard.dim}: such a parameter cannot be read in parts")
+        places[shard.dim] = own_places(shard, shape[shard.dim])
+    return places
+
+
+def places_of(model: nn.Module, specs: Mapping[str, ParamSpec]) -> dict[str, list[list[range]]]:
+    """``places_of_part`` of all parameters of a divided model that have specs."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    return {name: places_of_part(whole_shape(every[name], spec), spec) for name, spec in specs.items()}
 
 
 def whole(part: Tensor, spec: ParamSpec, *, label: str = "") -> Tensor:

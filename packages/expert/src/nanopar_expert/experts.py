@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanopar_expert.permute import Order, counts_of, gather_pairs, gather_tokens, sort_by_expert, sum_tokens
+from nanopar_expert.permute import counts_of, gather_pairs, gather_tokens, sort_by_expert, sum_tokens
 
 
 class Experts(nn.Module):
@@ -39,6 +39,24 @@ class Experts(nn.Module):
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, std=weight.shape[2] ** -0.5)
 
+    @classmethod
+    def from_dense(
+        cls, gate: Tensor, up: Tensor, down: Tensor, num_experts: int, activation: Callable[[Tensor], Tensor] = F.silu
+    ) -> Experts:
+        """Experts that all begin as one trained MLP ("Sparse Upcycling", Komatsuzaki et al. 2022).
+
+        With routing weights that sum to 1 (``TopKRouter`` normalizes) the mixture computes what the MLP did.
+
+        Args:
+            gate, up: ``[I, D]``, the MLP's weights.
+            down: ``[D, I]``.
+        """
+        experts = cls(num_experts, down.shape[0], down.shape[1], activation).to(down.device, down.dtype)
+        with torch.no_grad():
+            experts.gate_up_proj.copy_(torch.cat([gate, up]))
+            experts.down_proj.copy_(down)
+        return experts
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -55,9 +73,13 @@ class Experts(nn.Module):
         dtype, compute = hidden_states.dtype, _compute_dtype(hidden_states, self.gate_up_proj)
         order = sort_by_expert(top_k_index, self.gate_up_proj.shape[0])
         rows = gather_tokens(hidden_states.to(compute), order)
-        gate, up = grouped_linear(rows, self.gate_up_proj.to(compute), order).chunk(2, 1)
-        scaled = self.activation(gate) * up * gather_pairs(top_k_weights.to(compute), order)
-        return sum_tokens(grouped_linear(scaled, self.down_proj.to(compute), order), order).to(dtype)
+        # Rows of no expert are at the end: the last one computes them, with weight 0.
+        is_none = torch.arange(rows.shape[0], device=rows.device) >= order.ends[-1]
+        weights = gather_pairs(top_k_weights.to(compute), order).masked_fill(is_none[:, None], 0.0)
+        ends = torch.cat([order.ends[:-1], order.ends.new_full((1,), rows.shape[0])])
+        gate, up = grouped_linear(rows, self.gate_up_proj.to(compute), ends).chunk(2, 1)
+        scaled = self.activation(gate) * up * weights
+        return sum_tokens(grouped_linear(scaled, self.down_proj.to(compute), ends), order).to(dtype)
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -65,19 +87,12 @@ class Experts(nn.Module):
         return f"{experts} experts, hidden_size={hidden}, width={width}"
 
 
-def grouped_linear(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """Rows ``[P, D]``, sorted by expert, each times its expert's weight ``[E, O, D]`` transposed: ``[P, O]``.
-
-    Rows that no expert takes, at the end, give zeros.
-    """
+def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows ``[P, D]``, sorted by expert, each times its expert's weight ``[E, O, D]`` transposed: ``[P, O]``."""
     if _grouped_mm_takes(rows, weights) and rows.shape[0]:
-        products = F.grouped_mm(rows, weights.transpose(1, 2), offs=order.ends)
-        beyond = torch.arange(rows.shape[0], device=rows.device) >= order.ends[-1]
-        return products.masked_fill(beyond[:, None], 0.0)
-    counts: list[int] = counts_of(order.ends).tolist()
-    parts = rows[: sum(counts)].split(counts)
-    each = [F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)]
-    return torch.cat([*each, rows.new_zeros(rows.shape[0] - sum(counts), weights.shape[1])])
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    parts = rows.split(counts_of(ends).tolist())
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 def _grouped_mm_takes(rows: Tensor, weights: Tensor) -> bool:

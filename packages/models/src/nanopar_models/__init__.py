@@ -15,6 +15,7 @@ from nanopar_models.noise import GeneratorNoise as GeneratorNoise
 from nanopar_models.phi_moe import PhiMoE as PhiMoE
 from nanopar_models.weights import checkpoint_folder as checkpoint_folder
 from nanopar_models.weights import load as load
+from nanopar_models.weights import load_parts as load_parts
 from nanopar_models.weights import save as save
 from nanopar_models.weights import save_state_dict as save_state_dict
 
@@ -27,6 +28,7 @@ __all__ = [
     "generate",
     "initial_value",
     "load",
+    "load_parts",
     "next_token_labels",
     "save",
     "save_state_dict",

@@ -16,11 +16,12 @@ first; a directory never holds a half-written model that loads.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,18 +110,65 @@ def load(
     """
     folder = checkpoint_folder(path_or_hub_id)
     model = PhiMoE(dataclasses.replace(read_config(folder), **changes), device="meta")
+    load_parts(model, folder, {}, dtype=dtype, device=device)
+    return model
+
+
+def load_parts(
+    model: PhiMoE,
+    path_or_hub_id: str | Path,
+    places: Mapping[str, Sequence[Sequence[range]]],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> None:
+    """Fill a model that has parts of some weights, best built on the meta device; the rest of them is not read.
+
+    ``places``: for a parameter of which this model has a part, by dim, the ranges of the whole one that it consists of
+    (``nanopar_core.sharding.places_of``); parameters that are not named are whole. Parameters are replaced, in
+    ``dtype`` (default: as stored) on ``device`` (default: CPU). Raises ``ValueError`` as `load` does, and for a part of
+    another shape than the model's.
+    """
+    folder = checkpoint_folder(path_or_hub_id)
+    whole = PhiMoE(read_config(folder), device="meta")
     with contextlib.ExitStack() as stack:
         files = _open_files(folder, stack)
-        sources = _match(model, files, folder)
+        sources = _match(whole, files, folder)
         state = {}
         for name, parameter in model.named_parameters():
+            shape = whole.get_parameter(name).shape
+            ranges = places.get(name, [[range(length)] for length in shape])
+            part = [sum(map(len, of_dim)) for of_dim in ranges]
+            if part != list(parameter.shape):
+                raise ValueError(f"{name} is {list(parameter.shape)} here, but its places make {part}")
             stored = _DTYPES[files[sources[name][0].name].tensor(sources[name][0].name).get_dtype()]
-            target = torch.empty(parameter.shape, dtype=dtype or stored, device=device or "cpu")
+            state[name] = torch.empty(part, dtype=dtype or stored, device=device or "cpu")
             for piece in sources[name]:
-                target[piece.place].copy_(files[piece.name].handle.get_tensor(piece.name))
-            state[name] = target
+                _read(files[piece.name].handle, piece, shape, ranges, state[name])
     model.load_state_dict(state, assign=True)
-    return model
+
+
+def _read(handle: Any, piece: Piece, shape: Sequence[int], ranges: Sequence[Sequence[range]], target: Tensor) -> None:
+    """Copy what ``target``, these ranges of a parameter of ``shape``, has of a stored piece; read nothing else."""
+    by_dim: list[list[tuple[int | slice, int | slice | None]]] = []  # places in the target and in the piece
+    for dim, length in enumerate(shape):
+        at = piece.place[dim] if dim < len(piece.place) else slice(length)
+        covered = range(at, at + 1) if isinstance(at, int) else range(length)[at]
+        found: list[tuple[int | slice, int | slice | None]] = []
+        first = 0
+        for wanted in ranges[dim]:
+            start, stop = max(wanted.start, covered.start), min(wanted.stop, covered.stop)
+            here = first + start - wanted.start
+            if start < stop and isinstance(at, int):
+                found.append((here, None))  # the piece has no such dim
+            elif start < stop:
+                found.append((slice(here, here + stop - start), slice(start - covered.start, stop - covered.start)))
+            first += len(wanted)
+        by_dim.append(found)
+    for places in itertools.product(*by_dim):
+        in_target = tuple(mine for mine, _ in places)
+        in_piece = tuple(stored for _, stored in places if stored is not None)
+        target[in_target].copy_(handle.get_slice(piece.name)[in_piece])
 
 
 def save(model: PhiMoE, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
