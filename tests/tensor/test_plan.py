@@ -10,8 +10,8 @@ from torch import nn
 
 import nanopar_core as core
 import nanopar_tensor as tensor
-from nanopar_core.testing import run
 from nanopar_core.plan import matches
+from nanopar_core.testing import run
 from nanopar_tensor.plan import STYLES
 
 

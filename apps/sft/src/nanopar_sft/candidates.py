@@ -118,15 +118,18 @@ def _expert(setup: Setup, *, stage: int, chunks: int = 1) -> Step:
     mesh, model = core.Mesh(dp=setup.axis.size, ep=setup.axis.size), setup.make_model()
     specs = expert.parallelize(model, None, mesh.ep, data_axis=mesh.edp, chunks=chunks)
     optimizer = zero.shard(
-        model, lambda groups: workload.adamw(groups, setup.fused), axis=mesh.dp, stage=stage, specs=specs
+        model, lambda groups: workload.adamw(groups, setup.fused), axis=mesh.dp, stage=stage, specs=specs, reduce="sum"
     )
 
+    def share_of_loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return workload.loss_of(model, ids) / mesh.dp.size  # rather than divide every gradient
+
     def step(batch: Tensor) -> Tensor:
-        loss = train_on_parts(model, setup.parts(batch), optimizer.no_sync)
+        loss = train_on_parts(model, setup.parts(batch), optimizer.no_sync, loss_of=share_of_loss)
         optimizer.step()
         optimizer.zero_grad()
         optimizer.wait()
-        return loss
+        return loss * mesh.dp.size
 
     return step
 

@@ -137,7 +137,8 @@ def command_of(config: Config) -> str:
 
 def versions() -> dict[str, str]:
     """Of Python and of all packages that the figures depend on, as far as they are installed."""
-    names = ("torch", "transformers", "deepspeed", "nanopar-core", "nanopar-zero", "nanopar-models", "nanopar-sft")
+    own = ("core", "zero", "tensor", "expert", "models", "sft")
+    names = ("torch", "transformers", "deepspeed", "megatron-core", *(f"nanopar-{name}" for name in own))
     installed = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
     return {"python": platform.python_version()} | {name: installed[name] for name in names if name in installed}
 

@@ -263,8 +263,9 @@ class Config(BaseSettings):
         (),
         "Comparison",
         COMPARE,
-        "torch-ddp, zero-redundancy, fsdp2-keep, fsdp2-reshard, deepspeed0 to deepspeed3; one that is not installed is "
-        "a row that says so",
+        "torch-ddp, zero-redundancy, fsdp2-keep, fsdp2-reshard, deepspeed0 to deepspeed3; for tensor parallelism "
+        "torch-tp, megatron-tp (with -sp too), for expert parallelism megatron-ep, deepspeed-moe; one that is not "
+        "installed is a row that says so",
     )
     pairs: int = key(5, "Comparison", COMPARE, "timed steps, each paired with a plain local one", ge=1)
     fused: bool = key(True, "Comparison", COMPARE, "AdamW in one kernel, on all sides; false: torch's default loop")

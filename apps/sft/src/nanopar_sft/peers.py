@@ -6,14 +6,13 @@
     fsdp2-reshard     the same, reshard_after_forward=True                                  stage 3
     deepspeed0 to 3   DeepSpeed, buckets of 4 M elements (by default they take 2 GB)        stages 0 to 3
 
-The tensor-parallel ones are in ``peers_tensor.py``. torch's are always there; DeepSpeed and megatron-core are optional
-installs.
+The tensor-parallel ones are in ``peers_tensor.py``, the expert-parallel ones in ``peers_expert.py``. torch's are always
+there; DeepSpeed and megatron-core are optional installs.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopar_sft import floors, peers_tensor, workload
+from nanopar_sft import floors, peers_deepspeed, peers_expert, peers_tensor, workload
 from nanopar_sft.floors import Needs
 from nanopar_sft.setup import Setup, Step, train_on_parts
 
@@ -34,6 +33,7 @@ class Peer:
     build: Callable[[Setup], Step]
     needs: Needs
     package: str = "torch"
+    differs: str | None = None
 
     def missing(self) -> str | None:
         """Why it cannot run here; None where it can."""
@@ -91,53 +91,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(next(lists, []))
 
 
-def deepspeed(setup: Setup, *, stage: int) -> Step:
-    """DeepSpeed's engine, with AdamW of torch; it divides the losses of micro-batches itself."""
-    if setup.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
-    import deepspeed
-
-    model = setup.make_model()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config=deepspeed_config(setup, stage),
-        dist_init_required=False,
-    )
-
-    def step(batch: Tensor) -> Tensor:
-        total = torch.zeros((), device=setup.device)
-        for ids in setup.parts(batch):
-            loss = workload.loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / setup.microbatches
-        return total
-
-    return step
-
-
-def deepspeed_config(setup: Setup, stage: int) -> dict[str, Any]:
-    """The JSON configuration. Clipping is on at 1.0 unless it is switched off."""
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # checked against nothing when the batch does not come from its loader
-        "gradient_accumulation_steps": setup.microbatches,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {**workload.adamw_options(setup.fused), "torch_adam": True}},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": 4_000_000,
-            "allgather_bucket_size": 4_000_000,
-            "stage3_prefetch_bucket_size": 2_000_000,
-            "stage3_param_persistence_threshold": 1000,
-            "stage3_max_live_parameters": 4_000_000,
-        },
-    }
-
-
+DEEPSPEED = "deepspeed"
 MEGATRON = "megatron=megatron-core"  # module, and how the optional install is called
 
 PEERS: dict[str, Peer] = {
@@ -146,11 +100,13 @@ PEERS: dict[str, Peer] = {
     "fsdp2-keep": Peer(partial(fsdp2, reshard=False), floors.STAGE_3_KEPT),
     "fsdp2-reshard": Peer(partial(fsdp2, reshard=True), floors.STAGES[3]),
     **{
-        f"deepspeed{stage}": Peer(partial(deepspeed, stage=stage), floors.STAGES[stage], "deepspeed")
+        f"deepspeed{stage}": Peer(partial(peers_deepspeed.zero, stage=stage), floors.STAGES[stage], DEEPSPEED)
         for stage in range(4)
     },
     "torch-tp": Peer(partial(peers_tensor.torch_tensor, sequence=False), floors.TENSOR),
     "torch-tp-sp": Peer(partial(peers_tensor.torch_tensor, sequence=True), floors.SEQUENCE),
     "megatron-tp": Peer(partial(peers_tensor.megatron, sequence=False), floors.TENSOR, MEGATRON),
     "megatron-tp-sp": Peer(partial(peers_tensor.megatron, sequence=True), floors.SEQUENCE, MEGATRON),
+    "megatron-ep": Peer(peers_expert.megatron, floors.EXPERT, MEGATRON, peers_expert.OWN_ROUTER),
+    "deepspeed-moe": Peer(peers_expert.deepspeed, floors.EXPERT, DEEPSPEED, peers_expert.OWN_ROUTER),
 }

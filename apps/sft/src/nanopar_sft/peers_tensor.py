@@ -3,8 +3,7 @@
     torch-tp, torch-tp-sp          parallelize_module, loss_parallel; SequenceParallel with -sp
     megatron-tp, megatron-tp-sp    megatron-core's GPTModel with the same weights; sequence_parallel with -sp
 
-The one file of the product that touches them. megatron-core is an optional install that is made for CUDA; where there
-is none, what it asks torch.cuda for in a training step is answered for this process.
+megatron-core is an optional install; ``megatron_core.py`` sets it up.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanopar_models.loss import next_token_labels
-from nanopar_sft import workload
+from nanopar_sft import megatron_core, workload
 from nanopar_sft.errors import InputError
 from nanopar_sft.setup import Setup, Step, train_on_parts
 
@@ -103,7 +102,7 @@ def _step(
     def step(batch: Tensor) -> Tensor:
         with context():
             total = train_on_parts(model, setup.whole_parts(batch), loss_of=loss_of)
-        _sum_together(partial_sums, setup)
+        sum_together(partial_sums, setup)
         optimizer.step()
         optimizer.zero_grad()
         return total
@@ -111,7 +110,7 @@ def _step(
     return step
 
 
-def _sum_together(parameters: Iterable[nn.Parameter], setup: Setup) -> None:
+def sum_together(parameters: Iterable[nn.Parameter], setup: Setup) -> None:
     """One all-reduce of gradients that are partial sums."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -128,43 +127,14 @@ def _sum_together(parameters: Iterable[nn.Parameter], setup: Setup) -> None:
 def megatron(setup: Setup, *, sequence: bool) -> Step:
     """GPTModel of megatron-core with the weights of the dense model."""
     _need_dense(setup)
-    if setup.device.type == "cpu":
-        _answer_for_cuda()
-    from megatron.core import parallel_state
+    megatron_core.initialize(setup, tensor_model_parallel_size=setup.axis.size)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     source = setup.make_model()
     shape: Any = source.config
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=setup.axis.size)
-    config = TransformerConfig(
-        num_layers=shape.num_hidden_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.intermediate_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_key_value_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.float32,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=setup.axis.size,
-        sequence_parallel=sequence,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        attention_softmax_in_fp32=False,
+    config = megatron_core.config_of(
+        shape, qk_layernorm=True, tensor_model_parallel_size=setup.axis.size, sequence_parallel=sequence
     )
     if sequence:  # its wrapper of torch's norm refuses it; the norm itself is right, once its gradients are summed
         from megatron.core.transformer import torch_norm
@@ -235,31 +205,3 @@ def _copy_weights(source: dict[str, nn.Parameter], model: nn.Module, shape: Any,
         for name, parameter in model.named_parameters():
             parameter.copy_(weights.pop(name))
     assert not weights, list(weights)
-
-
-class _Anything:
-    """Stands for a stream or an event: every method does nothing, and it is a context."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def __enter__(self) -> _Anything:
-        return self
-
-    def __exit__(self, *_args: object) -> None: ...
-
-    def __getattr__(self, _name: str) -> Any:
-        return _Anything
-
-
-def _answer_for_cuda() -> None:
-    """megatron-core asks torch.cuda without looking whether there is any."""
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
-    cuda.synchronize = lambda *_args, **_kwargs: None
-    cuda.Stream = cuda.Event = cuda.current_stream = cuda.stream = _Anything
-    tensor: Any = Tensor
-    tensor.cuda = lambda self, *_args, **_kwargs: self
-    tensor.record_stream = lambda _self, _stream: None
-    from megatron.core.tensor_parallel import random
-
-    random.CudaRNGStatesTracker.fork = lambda _self, _name=None: nullcontext()

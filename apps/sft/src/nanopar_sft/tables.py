@@ -50,7 +50,7 @@ def terminal(rows: Sequence[Row], title: str) -> Table:
             _mib(row.peak_memory_bytes),
             _mib(row.bytes_sent),
             calls(row),
-            _difference(row.loss_difference),
+            _loss(row),
             style="bold" if row.kind == "nanopar" else None,
         )
         table.add_row(
@@ -121,7 +121,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _mib(row.bytes_sent),
         _mib(row.bytes_sent_floor),
         calls(row) or "-",
-        _difference(row.loss_difference),
+        _loss(row),
     )
 
 
@@ -142,5 +142,7 @@ def _mib(size: int | None) -> str:
     return "-" if size is None else f"{size / MIB:.1f}"
 
 
-def _difference(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0e}"
+def _loss(row: Row) -> str:
+    if row.loss_difference is None:
+        return row.differs or "-"
+    return f"{row.loss_difference:.0e}"
