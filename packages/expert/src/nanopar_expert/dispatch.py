@@ -48,7 +48,7 @@ from nanopar_core import (
 )
 from nanopar_core.recompute import is_second_pass, once
 from nanopar_expert.permute import sum_rows
-from nanopar_expert.route import Capacity, Chunk, Route, find_route
+from nanopar_expert.route import Capacity, Chunk, Route
 
 
 class Dispatcher:
@@ -100,11 +100,11 @@ class Dispatcher:
         if self.token_axis is not None:
             x, weights = (split_fwd_all_gather_bwd(part, self.token_axis, label=self.label) for part in (x, weights))
             indices = indices.split(split_sizes(tokens, self.token_axis.size))[self.token_axis.rank]
-        route = find_route(
+        route = Route(
             indices.detach(), self.num_experts, self.axis, chunks=self.chunks, capacity=self.capacity, label=self.label
         )
         self._count(experts, route)
-        call = _Call(route.chunks, self.axis, self.tensor_axis, self.label)
+        call = _Call(route, self.axis, self.tensor_axis, self.label)
         tickets: tuple[Tensor, ...] = _Send.apply(x, weights, call)  # type: ignore[no-untyped-call]
         if meanwhile is not None:
             meanwhile()
@@ -158,8 +158,9 @@ class _Running:
 class _Call:
     """One call of an experts module: its route, and what is on its way, by chunk."""
 
-    def __init__(self, chunks: list[Chunk], axis: Axis, tensor_axis: Axis | None, label: str) -> None:
-        self.chunks, self.axis, self.tensor_axis, self.label = chunks, axis, tensor_axis, label
+    def __init__(self, route: Route, axis: Axis, tensor_axis: Axis | None, label: str) -> None:
+        self.route, self.chunks = route, route.chunks
+        self.axis, self.tensor_axis, self.label = axis, tensor_axis, label
         self.width, self.dtype = 0, torch.float32  # of tokens and of weights
         self.to_experts: list[Pending[Tensor]] = []
         self.from_experts: list[Pending[Tensor]] = []
@@ -184,13 +185,14 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, call: _Call) -> tuple[Tensor, ...]:
         ctx.call, call.width, call.dtype = call, x.shape[1], weights.dtype
-        if not is_second_pass():
-            first = 0
-            for number, chunk in enumerate(call.chunks):
-                count = chunk.places.shape[0]
-                rows = _packed(x[first : first + count], weights[first : first + count], chunk)
-                call.to_experts.append(call.start(number, rows, back=False))
-                first += count
+        packed, first = [], 0
+        for chunk in [] if is_second_pass() else call.chunks:
+            count = chunk.places.shape[0]
+            packed.append(_packed(x[first : first + count], weights[first : first + count], chunk))
+            first += count
+        call.route.finish()
+        for number, rows in enumerate(packed):
+            call.to_experts.append(call.start(number, rows[: sum(call.chunks[number].send)], back=False))
         return tuple(x.new_empty(0) for _ in call.chunks)
 
     @staticmethod

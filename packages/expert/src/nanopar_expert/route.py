@@ -5,6 +5,8 @@
                    --all_to_all of counts--> rows that each rank sends here, by expert of this rank [N, E/N]
                    --one copy to the host--> how many rows to send to, and to receive from, each rank
 
+The counts are exchanged while the rows are gathered: ``Route`` begins that, ``finish`` waits for it.
+
 With a capacity C an expert takes no more than C rows from a rank; what is over is left out, later tokens first. With
 ``pads`` it takes exactly C, some of them zeros: then every size is known, nothing is counted and nothing copied to the
 host. ("GShard", Lepikhin et al. 2020, section 2.2; capacity as there: factor * k * T / E.)
@@ -14,40 +16,35 @@ Shapes: T tokens of a chunk, k experts per token, E experts, N ranks, P rows sen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanopar_core import Axis, all_to_all
-from nanopar_core.recompute import once
+from nanopar_core import Axis, Pending, all_to_all
+from nanopar_core.recompute import is_second_pass, once
 from nanopar_expert.permute import Order, counts_of, sort_by_expert
 
 
-class Chunk(NamedTuple):
+@dataclass
+class Chunk:
     """The way of some tokens, which lie one after the other in the call.
 
     ``tokens``, ``pairs`` ``[P]``: the token, and the (token, expert) pair, of each row sent, both numbered within the
     chunk; ``places`` ``[T, k]``: the row of a pair, P for one that is left out; ``is_padding`` ``[P]``, or None;
     ``send``, ``receive``: rows by rank; ``experts`` ``[R, 1]``: the expert of this rank that a received row is for.
+
+    Before ``Route.finish`` the sizes are empty, and the rows of pairs that are left out are still there, at the end.
     """
 
     tokens: Tensor
     pairs: Tensor
     places: Tensor
-    is_padding: Tensor | None
-    send: list[int]
-    receive: list[int]
-    experts: Tensor
-
-
-class Route(NamedTuple):
-    """``chunks``, and by expert ``[E]`` how many of this rank's pairs are left out; None without a capacity."""
-
-    chunks: list[Chunk]
-    dropped: Tensor | None
+    is_padding: Tensor | None = None
+    send: list[int] = field(default_factory=list)
+    receive: list[int] = field(default_factory=list)
+    experts: Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -71,56 +68,71 @@ class Capacity:
         return max(1, ceil(self.factor * pairs / num_experts))
 
 
-def find_route(
-    indices: Tensor, num_experts: int, axis: Axis, *, chunks: int, capacity: Capacity | None, label: str
-) -> Route:
-    """The route of ``indices`` ``[T, k]``, tokens in so many chunks. Collective, unless the capacity pads."""
-    parts = indices.tensor_split(chunks)
-    chosen = [sort_by_expert(part, num_experts) for part in parts]
-    load = torch.stack([counts_of(order.ends) for order in chosen])
-    limits = [None if capacity is None else capacity.rows(part.numel(), num_experts) for part in parts]
-    if capacity is not None and capacity.pads:
-        taken = [load_here.clamp(max=limit) for load_here, limit in zip(load, limits, strict=True)]
-        padded = [_padded(order, limit or 0, axis, num_experts) for order, limit in zip(chosen, limits, strict=True)]
-        return Route(padded, load.sum(0) - torch.stack(taken).sum(0))
-    kept = [
-        order if limit is None else _within(part, order, limit, num_experts)
-        for part, order, limit in zip(parts, chosen, limits, strict=True)
-    ]
-    counts = load if capacity is None else torch.stack([counts_of(order.ends) for order in kept])
-    sent, received, arriving = _exchange_counts(counts, axis, label)
-    found = []
-    for number, order in enumerate(kept):
-        send, receive = ([sum(of_rank) for of_rank in counted[number]] for counted in (sent, received))
-        pairs = order.pairs[: sum(send)]
-        found.append(
-            Chunk(
-                pairs // max(1, order.places.shape[1]),
-                pairs,
-                order.places.clamp(max=sum(send)),
-                None,
-                send,
-                receive,
-                _experts_of(arriving[:, number], sum(receive)),
-            )
-        )
-    return Route(found, None if capacity is None else (load - counts).sum(0))
-
-
 Counts = list[list[list[int]]]  # by chunk, rank and expert of a rank
 
 
-def _exchange_counts(counts: Tensor, axis: Axis, label: str) -> tuple[Counts, Counts, Tensor]:
-    """Rows sent and rows received, on the host, and the latter ``[N, chunks, E/N]`` on the device."""
-    by_rank = counts.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
-    ones = [1] * axis.size
+class Route:
+    """The way of all tokens of a call. Collective, unless the capacity pads.
 
-    def exchange() -> tuple[Counts, Counts, Tensor]:
-        arriving = all_to_all(by_rank, axis, send_sizes=ones, receive_sizes=ones, label=f"{label} counts")
-        sent, received = torch.stack([by_rank, arriving]).transpose(1, 2).tolist()
+    Args:
+        indices: ``[T, k]``, the router's choice; an index of ``num_experts`` or above stands for no expert.
+        chunks: in how many parts the tokens go.
+        label: of the collective.
+
+    Attributes:
+        chunks: one after the other.
+        dropped: by expert ``[E]`` how many of this rank's pairs a capacity leaves out; None without one.
+    """
+
+    def __init__(
+        self, indices: Tensor, num_experts: int, axis: Axis, *, chunks: int, capacity: Capacity | None, label: str
+    ) -> None:
+        parts = indices.tensor_split(chunks)
+        orders = [sort_by_expert(part, num_experts) for part in parts]
+        load = torch.stack([counts_of(order.ends) for order in orders])
+        self.dropped: Tensor | None = None
+        self._counts: Tensor | None = None
+        if capacity is not None:
+            limits = [capacity.rows(part.numel(), num_experts) for part in parts]
+            taken = torch.stack([of_chunk.clamp(max=limit) for of_chunk, limit in zip(load, limits, strict=True)])
+            self.dropped, load = (load - taken).sum(0), taken
+            if capacity.pads:
+                self.chunks = [
+                    _padded(order, limit, axis, num_experts) for order, limit in zip(orders, limits, strict=True)
+                ]
+                return
+            orders = [_within(*one, num_experts) for one in zip(parts, orders, limits, strict=True)]
+        self.chunks = [
+            Chunk(order.pairs // max(1, order.places.shape[1]), order.pairs, order.places) for order in orders
+        ]
+        self._counts = load.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()  # to each rank [chunks, E/N]
+        self._arriving: Pending[Tensor] | None = None
+        if not is_second_pass():
+            ones = [1] * axis.size
+            self._arriving = all_to_all(
+                self._counts, axis, send_sizes=ones, receive_sizes=ones, label=f"{label} counts", async_op=True
+            )
+
+    def finish(self) -> None:
+        """Wait for the counts of other ranks: now the sizes are known."""
+        if self._counts is None:
+            return
+        sent, received, arriving = once(self._on_the_host)
+        for number, chunk in enumerate(self.chunks):
+            chunk.send, chunk.receive = ([sum(of_rank) for of_rank in counts[number]] for counts in (sent, received))
+            count = sum(chunk.send)
+            chunk.tokens, chunk.pairs = chunk.tokens[:count], chunk.pairs[:count]
+            chunk.places = chunk.places.clamp(max=count)
+            chunk.experts = _experts_of(arriving[:, number], sum(chunk.receive))
+        self._counts = None
+
+    def _on_the_host(self) -> tuple[Counts, Counts, Tensor]:
+        """Rows sent and rows received, and the latter ``[N, chunks, E/N]`` on the device."""
+        assert self._arriving is not None
+        assert self._counts is not None
+        arriving = self._arriving.wait()
+        sent, received = torch.stack([self._counts, arriving]).transpose(1, 2).tolist()
         return sent, received, arriving
-
-    return once(exchange)
 
 
 def _experts_of(arriving: Tensor, rows: int) -> Tensor:
