@@ -65,17 +65,35 @@ class Axis:
         """
         if parts < 1 or self.size % parts:
             raise ValueError(f"axis {self.name} of size {self.size} cannot be split into {parts} equal parts")
-        known, world = sum(map(len, self.siblings)), dist.get_world_size() if dist.is_initialized() else 1
-        if known != world:
-            raise ValueError(
-                f"axis {self.name} covers {known} of {world} ranks: all ranks make the groups of a split together, so "
-                "split an axis of a Mesh instead"
-            )
+        self._check_covers_world(f"axis {self.name} cannot be split")
         width = self.size // parts
         outer = tuple(ranks[i::width] for ranks in self.siblings for i in range(width))
         inner = tuple(ranks[i * width : (i + 1) * width] for ranks in self.siblings for i in range(parts))
         forced = self.communicates and self.size == 1
         return _make_axis(f"{self.name}_outer", outer, forced), _make_axis(f"{self.name}_inner", inner, forced)
+
+    def subset(self, places: Sequence[int], name: str) -> Axis | None:
+        """An axis over the ranks at some places of this one, in the order given; None on ranks at other places.
+
+        Every rank of the world calls this, as with ``split``: each of the parallel copies gets a group of its own.
+        """
+        if not places or len(set(places)) != len(places) or not set(places) <= set(range(self.size)):
+            raise ValueError(f"subset {name}: {list(places)} is not a list of different places below {self.size}")
+        self._check_covers_world(f"axis {self.name} cannot have a subset")
+        lists = tuple(tuple(ranks[place] for place in places) for ranks in self.siblings)
+        if any(_here() in ranks for ranks in lists):
+            return _make_axis(name, lists, self.communicates and len(places) == 1)
+        for ranks in lists if len(places) > 1 or self.communicates else ():
+            _new_group(ranks)  # every rank of the world takes part in the making of a group
+        return None
+
+    def _check_covers_world(self, problem: str) -> None:
+        known, world = sum(map(len, self.siblings)), dist.get_world_size() if dist.is_initialized() else 1
+        if known != world:
+            raise ValueError(
+                f"{problem}: it covers {known} of {world} ranks, and all ranks make groups together; use an axis of a "
+                "Mesh"
+            )
 
 
 def as_axis(group: Axis | DeviceMesh | dist.ProcessGroup, name: str = "dp") -> Axis:

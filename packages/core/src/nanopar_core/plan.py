@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 
-def carried_plan(model: nn.Module, attribute: str, kind: str) -> dict[str, str]:
+def carried_plan(model: nn.Module, attribute: str, kind: str) -> dict[str, Any]:
     """The plan that a model carries as an attribute, from its root.
 
     Raises:
