@@ -55,12 +55,13 @@ def on_this_rank(scores: str, per: str, dp: int, cp: int, micro_batches: int, ho
     parts = x.chunk(micro_batches)
     if how == "ids":
         ids = torch.arange(parts[0].shape[0]).repeat_interleave(x.shape[1])
-        balance.begin_step(tokens=torch.tensor(ROWS * LENGTH), sequences=ids, scale=4.0)
+        count = parts[0].shape[0] if cp > 1 else None
+        balance.begin_step(tokens=torch.tensor(ROWS * LENGTH), sequences=ids, sequence_count=count, scale=4.0)
     else:
         balance.begin_step(tokens=ROWS * LENGTH, sequence_length=x.shape[1], scale=4.0)
     for part in parts:
-        kept = {"context_fn": core.keep_communicated}
-        y = checkpoint(moe, part, use_reentrant=False, **kept) if how == "recompute" else moe(part)
+        kept: dict[str, Any] = {"context_fn": core.keep_communicated} if how == "recompute" else {}
+        y = checkpoint(moe, part, use_reentrant=False, **kept) if "recompute" in how else moe(part)
         (4.0 * y.sin().sum() / batch().numel()).backward()
     everyone = mesh.flatten("dp", "cp")
     assert balance.value is not None
@@ -75,6 +76,8 @@ def on_this_rank(scores: str, per: str, dp: int, cp: int, micro_batches: int, ho
         ("softmax", "sequence", 2, 1, 2, ""),
         ("sigmoid", "sequence", 2, 1, 1, "ids"),
         ("softmax", "sequence", 1, 2, 4, ""),
+        ("softmax", "sequence", 1, 2, 2, "ids"),
+        ("sigmoid", "sequence", 2, 1, 1, "plainly recomputed"),
         ("sigmoid", "sequence", 2, 2, 1, "recompute"),
         ("softmax", "global", 2, 1, 1, ""),
         ("sigmoid", "global", 2, 2, 1, "recompute"),
@@ -132,14 +135,21 @@ def test_a_bias_balances_a_router_that_favours_two_experts() -> None:
         (lambda: expert.BalancingLoss({}, 0.1, per="global"), ValueError, 'per="global" needs an axis to count over'),
         (lambda: expert.BalancingLoss({}, 0.1, per="batch", axis=core.Mesh().dp), ValueError, "counts over no axis"),
         (lambda: expert.BiasBalancer({"a": nn.Linear(2, 2)}), ValueError, "a has no buffer bias to move"),
+        (lambda: expert.BiasBalancer(expert.routers_of(net(bias=True).bfloat16())), ValueError, "small steps are lost"),
+        (lambda: shared_sequences(), ValueError, "need sequence_count, the same on all ranks"),
         (lambda: watched()(batch()), RuntimeError, "call begin_step before the forward passes"),
-        (lambda: begun()(batch()), ValueError, "a router has 24 tokens, which are not sequences of 5"),
+        (lambda: begun()(batch()), ValueError, "a router has 24 tokens, which are not sequences of 5: give begin_step"),
         (lambda: expert.routers_of(nn.Linear(2, 2)), ValueError, "Linear carries no expert-parallel plan"),
     ],
 )
 def test_misuse(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+def shared_sequences() -> None:
+    balance = expert.BalancingLoss(expert.routers_of(net()), 0.1, axis=core.Mesh().cp)
+    balance.begin_step(tokens=4, sequences=torch.zeros(4, dtype=torch.int64))
 
 
 def watched() -> expert.MoE:

@@ -115,6 +115,27 @@ def moe() -> expert.MoE:
     return expert.MoE(expert.TopKRouter(4, 6, 2), expert.Experts(6, 4, 4))
 
 
+class Gains(expert.Experts):
+    def __init__(self) -> None:
+        super().__init__(6, 4, 4)
+        self.register_buffer("gain", torch.ones(6))
+
+
+def twins(what: str) -> nn.Module:
+    pair = nn.ModuleDict({"a": moe(), "b": moe()})
+    if what == "module":
+        pair["b"].experts = pair["a"].experts  # type: ignore[index]
+    else:
+        pair["b"].experts.down_proj = pair["a"].experts.down_proj  # type: ignore[index,union-attr]
+    return pair
+
+
+def hooked() -> nn.Module:
+    model = moe()
+    model.experts.register_forward_hook(lambda *_: None)
+    return model
+
+
 class OneBias(expert.Experts):
     def __init__(self) -> None:
         super().__init__(6, 4, 4)
@@ -144,6 +165,12 @@ class OneBias(expert.Experts):
         (moe(), None, {"pads": True}, "pads=True needs a capacity_factor"),
         (moe(), None, {"capacity_factor": -1.0}, "capacity_factor must be above 0, not -1.0"),
         (nn.Linear(2, 2), None, {}, "Linear carries no expert-parallel plan: write one"),
+        (twins("module"), None, {}, "a.experts.gate_up_proj and b.experts.gate_up_proj are one parameter: tied"),
+        (twins("parameter"), None, {}, "a.experts.down_proj and b.experts.down_proj are one parameter: tied experts"),
+        (hooked(), None, {"chunks": 2}, "experts has hooks, which with chunks would run for the last one only"),
+        (expert.MoE(nn.Identity(), Gains()), None, {}, "buffer experts.gain seems to have a row for each expert"),
+        (moe(), None, {"data_axis": axis(2)}, "data_axis ep has several ranks of axis ep, whose experts differ"),
+        (moe(), None, {"tensor_axis": axis(2), "token_axis": axis(2)}, "tensor_axis and token_axis: ranks that are"),
         (expert.MoE(nn.Identity(), OneBias()), None, {}, "experts.bias belongs to experts that are to be divided"),
         (
             expert.MoE(nn.Identity(), expert.Experts(4, 4, 3)),
@@ -169,3 +196,36 @@ def twice() -> None:
 def test_experts_are_divided_once() -> None:
     with pytest.raises(ValueError, match="the experts of experts are divided already"):
         run(2, twice)
+
+
+def odd_calls() -> dict[str, Any]:
+    """An index that is no expert's; pads where a call's tokens are shared out unevenly."""
+    mesh = core.Mesh(tp=2, ep=2, etp=1)
+    found = {}
+    for name, options in (("plain", {}), ("pads", {"capacity_factor": 4.0, "pads": True, "chunks": 2})):
+        torch.manual_seed(0)
+        model = expert.MoE(nn.Identity(), expert.Experts(EXPERTS, WIDTH, 4)).double()
+        expert.parallelize(model, None, mesh.ep, data_axis=mesh.edp, token_axis=mesh.tp, **options)  # type: ignore[arg-type]
+        x, indices, weights = inputs(0)
+        indices[1, 0], indices[2, 1] = -1, EXPERTS
+        found[name] = model.experts(x[:5], indices[:5], weights[:5]).detach()
+    return {"outputs": found}
+
+
+def test_indices_of_no_expert_and_uneven_shares() -> None:
+    torch.manual_seed(0)
+    experts = expert.Experts(EXPERTS, WIDTH, 4).double()
+    x, indices, weights = inputs(0)
+    weights = weights.detach().clone()
+    weights[1, 0] = weights[2, 1] = 0.0
+    right = experts(x[:5], indices[:5], weights[:5]).detach()
+    assert_parity({"outputs": {"plain": right, "pads": right}}, run(2, odd_calls), axes={"tp": 2})
+
+
+def test_experts_called_with_the_wrong_shapes() -> None:
+    model = moe()
+    expert.parallelize(model, None, core.Mesh().ep, capacity_factor=2.0)
+    with pytest.raises(
+        ValueError, match=r"indices \[T, k\] and weights \[T, k\], not \[2, 3, 4\], \[2, 1\] and \[2, 2\]"
+    ):
+        model.experts(torch.ones(2, 3, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 2))

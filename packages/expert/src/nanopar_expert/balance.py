@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from nanopar_core import Axis, all_reduce
-from nanopar_core.recompute import is_second_pass, once
+from nanopar_core.recompute import once
 from nanopar_expert.router import scores_of
+from nanopar_expert.torch_private import in_backward
 
 PER = ("sequence", "batch", "global")
 
@@ -69,6 +70,7 @@ class BalancingLoss:
         self.coefficient, self.z_coefficient, self.per, self.axis = coefficient, z_coefficient, per, axis
         self._tokens: Tensor | int | None = None
         self._sequences: Tensor | int | None = None
+        self._count: int | None = None
         self._scale: Tensor | float = 1.0
         self._value: Tensor | None = None
         for router in routers.values():
@@ -80,18 +82,25 @@ class BalancingLoss:
         tokens: Tensor | int,
         sequence_length: int | None = None,
         sequences: Tensor | None = None,
+        sequence_count: int | None = None,
         scale: Tensor | float = 1.0,
     ) -> None:
         """Say what the forward passes of a step work on.
 
         Args:
             tokens: of the step's whole batch, all ranks and micro-batches, as the main loss is divided by.
-            sequence_length: of all sequences, each whole on this rank; or
-            sequences: ``[T]``, which sequence of this call a token belongs to, numbered from 0.
+            sequence_length: positions of a sequence on this rank, the same for all; or
+            sequences: ``[T]``, which sequence of the call a token belongs to, numbered from 0. Give the tokens that the
+                routers see: with padding left out, as Phi-MoE does.
+            sequence_count: how many sequences there are, the same on all ranks of ``axis``; without it the largest
+                number is looked up, which on CUDA is a host sync for each router.
             scale: what the main loss is multiplied by before backward, as under fp16.
         """
         self._tokens, self._scale = tokens, scale
+        if self.axis is not None and self.per == "sequence" and sequences is not None and sequence_count is None:
+            raise ValueError("sequences on ranks that share them need sequence_count, the same on all ranks")
         self._sequences = sequence_length if sequences is None else sequences
+        self._count = sequence_count
         self._value = None
 
     @property
@@ -101,29 +110,34 @@ class BalancingLoss:
 
     def _attach(self, router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, weights, indices = output
-        if not (router.training and torch.is_grad_enabled()):
+        if not router.training:
             return output
         if self._tokens is None:
             raise RuntimeError("call begin_step before the forward passes of a step")
+        # As it was in the first pass, if this is the second one.
+        tokens, scale, sequences, count = once(lambda: (self._tokens, self._scale, self._sequences, self._count))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = self.coefficient * self._balancing(wide, indices, getattr(router, "scores", "softmax"))
+        groups = self._groups(wide.shape[0], wide.device, sequences, count)
+        loss = self.coefficient * self._balancing(wide, indices, getattr(router, "scores", "softmax"), *groups)
         if self.z_coefficient:
             loss = loss + self.z_coefficient * wide.logsumexp(1).square().sum()
-        loss = loss / self._tokens
-        if not is_second_pass():
+        assert tokens is not None
+        loss = loss / tokens
+        if not in_backward():
             self._value = loss.detach() if self._value is None else self._value + loss.detach()
-        return logits, _Attach.apply(weights, loss, self._scale), indices  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled():
+            return output
+        return logits, _Attach.apply(weights, loss, scale), indices  # type: ignore[no-untyped-call]
 
-    def _balancing(self, logits: Tensor, indices: Tensor, kind: str) -> Tensor:
+    def _balancing(self, logits: Tensor, indices: Tensor, kind: str, groups: Tensor, count: int) -> Tensor:
         """Sum over groups of n times their loss."""
         scores = scores_of(logits, kind)
         if kind != "softmax":
             scores = scores / scores.sum(1, keepdim=True)
-        tokens, experts = scores.shape
-        groups, count = self._groups(tokens, scores.device)
+        experts = scores.shape[1]
         by_group = scores.new_zeros(count, experts).index_add(0, groups, scores)
         with torch.no_grad():
-            hits = torch.zeros_like(scores).scatter_add_(1, indices, torch.ones_like(indices, dtype=scores.dtype))
+            hits = _hits(indices, experts).to(scores.dtype)
             chosen = torch.zeros_like(by_group).index_add_(0, groups, hits)
             if self.axis is not None:
                 axis, mine = self.axis, chosen
@@ -132,23 +146,32 @@ class BalancingLoss:
             factor = experts * indices.shape[1] / chosen.sum(1).clamp(min=1) / indices.shape[1]
         return (factor[:, None] * chosen * by_group).sum()
 
-    def _groups(self, tokens: int, device: torch.device) -> tuple[Tensor, int]:
+    def _groups(
+        self, tokens: int, device: torch.device, sequences: Tensor | int | None, count: int | None
+    ) -> tuple[Tensor, int]:
         """Each token's group, and how many groups there are."""
         if self.per != "sequence":
             return torch.zeros(tokens, dtype=torch.int64, device=device), 1
-        if isinstance(self._sequences, Tensor):
-            if self._sequences.shape != (tokens,):
-                raise ValueError(
-                    f"sequences must be [{tokens}], one number for each token, not {list(self._sequences.shape)}"
-                )
-            return self._sequences.to(device), int(self._sequences.max()) + 1 if tokens else 1
-        if not self._sequences or tokens % self._sequences:
+        if isinstance(sequences, Tensor):
+            if sequences.shape != (tokens,):
+                raise ValueError(f"sequences must be [{tokens}], a number for each token, not {list(sequences.shape)}")
+            if count is None:
+                count = int(sequences.max()) + 1 if tokens else 1
+            return sequences.to(device), count
+        if not sequences or tokens % sequences:
             raise ValueError(
-                f"a router has {tokens} tokens, which are not sequences of {self._sequences}: give begin_step "
-                "sequence_length, or sequences for batches with padding"
+                f"a router has {tokens} tokens, which are not sequences of {sequences}: give begin_step "
+                "sequence_length, or sequences where they differ"
             )
-        count = tokens // self._sequences
-        return torch.arange(count, device=device).repeat_interleave(self._sequences), max(1, count)
+        count = tokens // sequences
+        return torch.arange(count, device=device).repeat_interleave(sequences), max(1, count)
+
+
+def _hits(indices: Tensor, experts: int) -> Tensor:
+    """int64 ``[T, E]``: how often a token chose each expert; what is no expert's index counts nowhere."""
+    inside = indices.where((indices >= 0) & (indices < experts), experts)
+    hits = torch.zeros(indices.shape[0], experts + 1, dtype=torch.int64, device=indices.device)
+    return hits.scatter_add_(1, inside.long(), torch.ones_like(inside, dtype=torch.int64))[:, :experts]
 
 
 class _Attach(torch.autograd.Function):
@@ -162,7 +185,9 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device = ctx.like
-        return grad, torch.as_tensor(ctx.scale, dtype=dtype, device=device), None
+        if isinstance(ctx.scale, Tensor):
+            return grad, ctx.scale.to(device, dtype), None
+        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
 class ExpertLoad:
@@ -201,10 +226,8 @@ class _Count:
 
     def __call__(self, router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         logits, _, indices = output
-        if router.training and not is_second_pass():
-            chosen = indices.detach().flatten()
-            counted = torch.zeros(logits.shape[1], dtype=torch.int64, device=chosen.device)
-            counted.scatter_add_(0, chosen, torch.ones_like(chosen))
+        if router.training and not in_backward():
+            counted = _hits(indices.detach(), logits.shape[1]).sum(0)
             before = self._counts.get(self._name)
             self._counts[self._name] = counted if before is None else before + counted
 
@@ -228,6 +251,12 @@ class BiasBalancer:
         for name, router in routers.items():
             if not isinstance(getattr(router, "bias", None), Tensor) or isinstance(router.bias, nn.Parameter):
                 raise ValueError(f"{name} has no buffer bias to move: make it TopKRouter(..., bias=True)")
+            assert isinstance(router.bias, Tensor)
+            if router.bias.dtype.itemsize < 4:
+                raise ValueError(
+                    f"the bias of {name} is {router.bias.dtype}, in which small steps are lost: "
+                    "router.bias = router.bias.float() after casting the model"
+                )
         self.load, self.axes, self.rate = ExpertLoad(routers), axes, rate
 
     @torch.no_grad()

@@ -49,6 +49,7 @@ from nanopar_core import (
 from nanopar_core.recompute import is_second_pass, once
 from nanopar_expert.permute import sum_rows
 from nanopar_expert.route import Capacity, Chunk, Route
+from nanopar_expert.torch_private import in_backward
 
 
 class Dispatcher:
@@ -89,19 +90,30 @@ class Dispatcher:
         """Have ``experts``, which has this rank's weights already, called with the rows of all ranks' tokens."""
         experts.register_forward_pre_hook(self.before, with_kwargs=True)
         experts.register_forward_hook(self.after)
+        experts.register_forward_hook(self.forget, always_call=True)
+
+    def forget(self, *_call: object) -> None:
+        """Let go of a call that did not come to its end: after an error, or where recomputation stops early."""
+        self._running = None
 
     # ------------------------------------------------------------------------------------------------------ the hooks
 
     def before(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Send the tokens, compute all chunks but the last, and have the experts called with that."""
-        x, indices, weights = _arguments(args, kwargs)
-        meanwhile: Callable[[], None] | None = kwargs.get("meanwhile")
-        tokens = x.shape[0]
+        x, indices, weights, meanwhile = _arguments(*args, **kwargs)
+        tokens = most = x.shape[0]
         if self.token_axis is not None:
             x, weights = (split_fwd_all_gather_bwd(part, self.token_axis, label=self.label) for part in (x, weights))
-            indices = indices.split(split_sizes(tokens, self.token_axis.size))[self.token_axis.rank]
+            shares = split_sizes(tokens, self.token_axis.size)
+            indices, most = indices.split(shares)[self.token_axis.rank], max(shares)
         route = Route(
-            indices.detach(), self.num_experts, self.axis, chunks=self.chunks, capacity=self.capacity, label=self.label
+            indices.detach(),
+            self.num_experts,
+            self.axis,
+            chunks=self.chunks,
+            capacity=self.capacity,
+            most_tokens=most,
+            label=self.label,
         )
         self._count(experts, route)
         call = _Call(route, self.axis, self.tensor_axis, self.label)
@@ -130,14 +142,22 @@ class Dispatcher:
         return y
 
     def _count(self, experts: nn.Module, route: Route) -> None:
-        if route.dropped is not None and experts.training and not is_second_pass():
+        if route.dropped is not None and experts.training and not in_backward():
             self.dropped = route.dropped if self.dropped is None else self.dropped + route.dropped
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    names = ("hidden_states", "top_k_index", "top_k_weights")
-    x, indices, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
-    return x, indices, weights
+def _arguments(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    meanwhile: Callable[[], None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Callable[[], None] | None]:
+    if hidden_states.dim() != 2 or top_k_index.shape != top_k_weights.shape or len(top_k_index) != len(hidden_states):
+        raise ValueError(
+            "experts are called with tokens [T, D], indices [T, k] and weights [T, k], not "
+            f"{list(hidden_states.shape)}, {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
+        )
+    return hidden_states, top_k_index, top_k_weights, meanwhile
 
 
 class _Running:
@@ -245,7 +265,9 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _ticket: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.call.from_experts[ctx.number].wait(), None, None
+        pending = ctx.call.from_experts[ctx.number]
+        ctx.call.from_experts[ctx.number] = None  # the call lives as long as the loss
+        return pending.wait(), None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -21,8 +21,8 @@ from nanopar_expert.permute import counts_of, gather_pairs, gather_tokens, sort_
 class Experts(nn.Module):
     """``experts(hidden_states [T, D], top_k_index [T, k], top_k_weights [T, k]) -> [T, D]``, Hugging Face's signature.
 
-    ``gate_up_proj`` is ``[E, 2I, D]``, its first I rows the gate's; ``down_proj`` is ``[E, D, I]``. An index of E or
-    above stands for no expert. An expert without tokens gets a zero gradient, never None.
+    ``gate_up_proj`` is ``[E, 2I, D]``, its first I rows the gate's; ``down_proj`` is ``[E, D, I]``. An index that is
+    not one of E experts' stands for none. An expert without tokens gets a zero gradient, never None.
 
     Args:
         num_experts, hidden_size, width: E, D and I.

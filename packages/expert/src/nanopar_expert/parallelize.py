@@ -23,6 +23,7 @@ from nanopar_core.sharding import part_of
 from nanopar_expert.dispatch import Dispatcher
 from nanopar_expert.moe import MoE
 from nanopar_expert.route import Capacity
+from nanopar_expert.torch_private import hooks_on
 
 DISPATCHED, STACKED = "ep_dispatch_experts", "grouped_gemm"
 ROUTER_NAMES = ("router", "gate")
@@ -67,8 +68,8 @@ def parallelize(
 
     Raises:
         ValueError: before anything is touched: an unknown style, a pattern that matches nothing, experts that the ranks
-            do not divide, parameters of an experts module that are not ``grouped_gemm``, hooks of an earlier call, or
-            no ``data_axis`` where ranks would differ.
+            do not divide, parameters of an experts module that are not ``grouped_gemm``, experts that are tied or divided
+            already, axes that do not go together, or no ``data_axis`` where other ranks have the same experts.
     """
     axis = as_axis(axis, "ep")
     data = None if data_axis is None else as_axis(data_axis, "edp")
@@ -76,6 +77,11 @@ def parallelize(
     tokens = None if token_axis is None else as_axis(token_axis, "tp")
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, not {chunks}")
+    if _if_any(tensor) is not None and _if_any(tokens) is not None:
+        raise ValueError(
+            "tensor_axis and token_axis: ranks that are called with the same tokens either each have a part of every "
+            "expert's width, or each send a share of the tokens; give one of them"
+        )
     if pads and capacity_factor is None:
         raise ValueError("pads=True needs a capacity_factor, which says how many rows an expert takes")
     capacity = None if capacity_factor is None else Capacity(capacity_factor, pads)
@@ -84,8 +90,19 @@ def parallelize(
     _check_owned(styles, blocks)
     if not blocks:
         raise ValueError(f"the plan names no module of style {DISPATCHED} in {type(model).__name__}")
+    _check_not_tied(model, blocks)
     if data is None:
         data = _no_copies(axis, tensor)
+    elif data.size > 1 and len(set(data.ranks) & set(axis.ranks)) != 1:
+        raise ValueError(
+            f"data_axis {data.name} has several ranks of axis {axis.name}, whose experts differ: give the axis of the "
+            "ranks with the same experts (mesh.edp)"
+        )
+    for name, block in blocks.items() if chunks > 1 else ():
+        if hooks_on(block.module):
+            raise ValueError(
+                f"{name} has hooks, which with chunks would run for the last one only: register them later"
+            )
     specs: dict[str, ParamSpec] = {}
     for block in blocks.values():
         specs |= block.specs(axis, data, tensor)
@@ -161,6 +178,11 @@ class _Block:
             if parameter.dim() < 2:
                 raise ValueError(f"{full} is {STACKED} by plan, which is for [E, ..], not {list(parameter.shape)}")
         counts = {parameter.shape[0] for parameter in self.parameters.values()}
+        for child, buffer in self.module.named_buffers():
+            if buffer.dim() and buffer.shape[0] in counts:
+                raise ValueError(
+                    f"buffer {name}.{child} seems to have a row for each expert; only parameters are divided"
+                )
         if len(counts) != 1:
             raise ValueError(f"{name} must have parameters [E, ..] of one number of experts E, not {sorted(counts)}")
         if any(isinstance(getattr(hook, "__self__", None), Dispatcher) for hook in self.module._forward_hooks.values()):
@@ -208,6 +230,16 @@ def _check_owned(styles: Mapping[str, str], blocks: Mapping[str, Any]) -> None:
     for name, style in styles.items():
         if style == STACKED and not any(name in block.parameters for block in blocks.values()):
             raise ValueError(f"{name} is {STACKED} by plan, but belongs to no module of style {DISPATCHED}")
+
+
+def _check_not_tied(model: nn.Module, blocks: Mapping[str, _Block]) -> None:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for block in blocks.values():
+        for parameter in block.parameters.values():
+            if len(names[parameter]) > 1:
+                raise ValueError(f"{' and '.join(names[parameter])} are one parameter: tied experts cannot be divided")
 
 
 def _no_copies(axis: Axis, tensor: Axis | None) -> Axis:

@@ -6,7 +6,7 @@
     token      2   5   7   0   1   4      which token a row is of
     places [T, k]                         in which row a pair is; the number of rows, for a pair that is left out
 
-A pair whose index is not that of an expert (``num_experts`` and above) is left out.
+A pair whose index is not that of an expert (below 0, or ``num_experts`` and above) is left out.
 
 Shapes: T tokens, k experts per token, P rows, E experts, D hidden size.
 """
@@ -34,7 +34,8 @@ class Order(NamedTuple):
 
 def sort_by_expert(indices: Tensor, num_experts: int) -> Order:
     """The order of ``indices`` ``[T, k]``; the same in every run, no host sync."""
-    experts, pairs = torch.sort(indices.reshape(-1), stable=True)
+    chosen = indices.reshape(-1)
+    experts, pairs = torch.sort(chosen.where(chosen >= 0, num_experts), stable=True)
     places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.numel(), device=pairs.device))
     every = torch.arange(num_experts, device=pairs.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)

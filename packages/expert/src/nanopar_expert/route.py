@@ -77,6 +77,7 @@ class Route:
     Args:
         indices: ``[T, k]``, the router's choice; an index of ``num_experts`` or above stands for no expert.
         chunks: in how many parts the tokens go.
+        most_tokens: that any rank has, for a capacity that pads: T, or more where a call's tokens are shared out.
         label: of the collective.
 
     Attributes:
@@ -85,15 +86,25 @@ class Route:
     """
 
     def __init__(
-        self, indices: Tensor, num_experts: int, axis: Axis, *, chunks: int, capacity: Capacity | None, label: str
+        self,
+        indices: Tensor,
+        num_experts: int,
+        axis: Axis,
+        *,
+        chunks: int,
+        capacity: Capacity | None,
+        most_tokens: int,
+        label: str,
     ) -> None:
         parts = indices.tensor_split(chunks)
-        orders = [sort_by_expert(part, num_experts) for part in parts]
+        orders = once(lambda: [sort_by_expert(part, num_experts) for part in parts])
         load = torch.stack([counts_of(order.ends) for order in orders])
         self.dropped: Tensor | None = None
         self._counts: Tensor | None = None
         if capacity is not None:
             limits = [capacity.rows(part.numel(), num_experts) for part in parts]
+            if capacity.pads:
+                limits = [capacity.rows(-(-most_tokens // chunks) * indices.shape[1], num_experts)] * chunks
             taken = torch.stack([of_chunk.clamp(max=limit) for of_chunk, limit in zip(load, limits, strict=True)])
             self.dropped, load = (load - taken).sum(0), taken
             if capacity.pads:

@@ -4,7 +4,7 @@ Example:
     >>> from nanopar_pipeline import schedules
     >>> print(schedules.one_f_one_b(2, 1, 3))
     rank 0 |F0 F1 .  .  B0 .  F2 B1 .  .  B2 .
-    rank 1 |.  F0 B0 .  F1 B1 .  .  F2 B2 .
+    rank 1 |.  F0 B0 .  F1 B1 .  F2 B2 .
 """
 
 from nanopar_pipeline import schedules as schedules
