@@ -126,3 +126,70 @@ def test_phi_moe_by_its_plan(name: str, chunks: int) -> None:
     right = train_plainly(phi_moe(), [[batch(step)] for step in range(STEPS)], plain_loss, adamw)
     found = run(2, phi_moe_on_this_rank, name, chunks)
     assert_parity({key: right[key] for key in ("loss", "weights")}, found, axes={"pp": 2})
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face's
+
+
+def hugging_face(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "tie_word_embeddings": kind == "Qwen3",
+    }
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).double()
+
+
+def hugging_face_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    return loss_fn(model(input_ids=ids, attention_mask=(mask > 0).long()).logits, labels_of(ids, mask))
+
+
+def hugging_face_on_this_rank(kind: str, name: str, chunks: int) -> dict[str, Any]:
+    mesh = core.Mesh(pp=2)
+    schedule = schedules.NAMED[name](2, chunks, 3)
+    model = hugging_face(kind)
+    every = list(model.state_dict())
+    stages, specs = pipeline.split(model, None, mesh.pp, chunks=chunks, placement=schedule.placement)
+    runner = pipeline.Runner(stages, schedule, mesh.pp, loss_fn)
+    parameters = {n: p for stage in stages for n, p in stage.named_parameters()}
+    assert set(parameters) < set(every)
+    optimizer = adamw(list(dict.fromkeys(parameters.values())))
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ids, mask = batch(step)
+        inputs = {"input_ids": ids, "attention_mask": (mask > 0).long()}
+        losses.append(runner.step(inputs, labels_of(ids, mask)).item())
+        for parameter_name, spec in specs.items():
+            for over in spec.grad_sum:
+                gradient = parameters[parameter_name].grad
+                core.all_reduce(gradient, over, out=gradient)  # type: ignore[arg-type]
+        optimizer.step()
+    lists: list[Any] = [None, None]
+    torch.distributed.all_gather_object(lists, {name: p.detach() for name, p in parameters.items()})
+    weights = lists[0] | lists[1]
+    if kind == "Qwen3":
+        assert torch.equal(weights.pop("lm_head.weight"), weights["model.embed_tokens.weight"])
+    return {"loss": losses, "weights": weights}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "chunks"), [("Qwen3", "1f1b", 1), ("Llama", "interleaved", 2), ("Qwen3", "zbv", 2)]
+)
+def test_hugging_face_models_by_their_own_code(kind: str, name: str, chunks: int) -> None:
+    right = train_plainly(hugging_face(kind), [[batch(step)] for step in range(STEPS)], hugging_face_loss, adamw)
+    found = run(2, hugging_face_on_this_rank, kind, name, chunks)
+    assert_parity({key: right[key] for key in ("loss", "weights")}, found, axes={"pp": 2}, rtol=2e-5)
+
+
+def test_a_body_without_a_head() -> None:
+    with pytest.raises(ValueError, match="Qwen3Model has no head; split the model around it"):
+        pipeline.split(hugging_face("Qwen3").model, None, axis(2))

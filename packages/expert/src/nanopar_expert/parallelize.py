@@ -68,8 +68,8 @@ def parallelize(
 
     Raises:
         ValueError: before anything is touched: an unknown style, a pattern that matches nothing, experts that the ranks
-            do not divide, parameters of an experts module that are not ``grouped_gemm``, experts that are tied or divided
-            already, axes that do not go together, or no ``data_axis`` where other ranks have the same experts.
+            do not divide, parameters of an experts module that are not ``grouped_gemm``, experts that are tied or
+            divided already, axes that do not go together, or no ``data_axis`` where others have the same experts.
     """
     axis = as_axis(axis, "ep")
     data = None if data_axis is None else as_axis(data_axis, "edp")

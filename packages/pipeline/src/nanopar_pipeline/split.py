@@ -16,6 +16,7 @@ from torch import nn
 
 from nanopar_core import Axis, ParamSpec
 from nanopar_core.plan import carried_plan
+from nanopar_pipeline.hugging_face import HuggingFaceStage, hugging_face_items, is_hugging_face
 from nanopar_pipeline.schedules import Schedule
 from nanopar_pipeline.stage import Item, Stage
 
@@ -36,7 +37,8 @@ def split(
     Args:
         model: whole, on the meta device too: build it there where one rank cannot hold it, and fill the stages.
         plan: for every module, in order of execution, the names of its inputs and outputs; a list of layers stands for
-            its members one after the other. None: the ``pp_plan`` that the model carries.
+            its members one after the other. None: the ``pp_plan`` that the model carries; Hugging Face's
+            models run by their own code (``hugging_face.py``).
         axis: of the ranks (``mesh.pp``).
         chunks: stages on a rank.
         placement: "loop" or "v", as the schedule has it.
@@ -49,7 +51,13 @@ def split(
     Raises:
         ValueError: a plan that does not fit the model, an input that nothing gives, more stages than modules.
     """
-    items = _items(model, carried_plan(model, "pp_plan", "pipeline") if plan is None else plan, is_carried=plan is None)
+    by_its_own_code = plan is None and is_hugging_face(model)
+    if by_its_own_code:
+        items = hugging_face_items(model)
+        _check_complete(model, items)
+    else:
+        carried = carried_plan(model, "pp_plan", "pipeline") if plan is None else plan
+        items = _items(model, carried, is_carried=plan is None)
     count = axis.size * chunks
     if count > len(items):
         raise ValueError(f"{len(items)} modules are too few for {count} stages, {chunks} on each of {axis.size} ranks")
@@ -62,6 +70,9 @@ def split(
     specs = _tied(model, parts, axis, shape)
     stages: list[nn.Module] = []
     for number in shape.stages_of(axis.rank):
+        if by_its_own_code:
+            stages.append(HuggingFaceStage(number, model, parts[number], number == count - 1).train(model.training))
+            continue
         takes, gives = _crossing(parts, number), _crossing(parts, number + 1)
         own = [(item, model.get_submodule(item.name)) for item in parts[number]]
         stages.append(Stage(number, own, takes, gives).train(model.training))
@@ -104,7 +115,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 def _items(model: nn.Module, plan: Plan, *, is_carried: bool) -> list[Item]:
     names = dict(model.named_modules())
-    items, given = [], set[str]()
+    items = []
     for name, entry in plan.items():
         takes, gives = entry
         if name not in names:
@@ -118,12 +129,14 @@ def _items(model: nn.Module, plan: Plan, *, is_carried: bool) -> list[Item]:
         items += [Item(member, tuple(takes), tuple(gives)) for member in members]
         if not gives:
             raise ValueError(f"plan[{name!r}] gives nothing")
-    for item in items:
-        given |= set(item.gives)
+    _check_complete(model, items)
+    return items
+
+
+def _check_complete(model: nn.Module, items: Sequence[Item]) -> None:
     left = [name for name, _ in model.named_parameters() if not any(name.startswith(f"{item.name}.") for item in items)]
     if left:
         raise ValueError(f"{left[0]} belongs to no module of the plan")
-    return items
 
 
 def _crossing(parts: Sequence[Sequence[Item]], number: int) -> tuple[str, ...]:
