@@ -1,0 +1,31 @@
+"""The README's example runs, and its drawing is the schedule's."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.expert.test_readme import CONTEXT
+
+from nanopar_core.testing import run
+from nanopar_pipeline import schedules
+
+README = (Path(__file__).parents[2] / "packages" / "pipeline" / "README.md").read_text()
+
+
+def the_example() -> float:
+    example = re.findall(r"```python\n(import.*?)```", README, flags=re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(compile(example.replace("with core.launch(seed=0) as world:", CONTEXT), "README.md", "exec"), names)
+    loss: float = names["loss"].item()
+    return loss
+
+
+def test_the_example_runs_on_one_rank_and_on_two() -> None:
+    assert the_example() < 0.1
+    one, two = run(2, the_example)
+    assert one == two < 0.1
+
+
+def test_the_drawing() -> None:
+    [drawn] = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
+    assert drawn.splitlines() == str(schedules.one_f_one_b(4, 1, 4)).splitlines()
