@@ -17,7 +17,7 @@ NEEDS = {
     "tensor": {"core"},
     "pipeline": {"core"},
     "expert": {"core"},
-    "sft": {"core", "zero", "tensor", "expert", "models"},
+    "sft": {"core", "zero", "tensor", "pipeline", "expert", "models"},
 }
 EVERY = [f"nanopar-{name}" for name in ("core", "zero", "tensor", "pipeline", "expert", "models", "sft")]
 

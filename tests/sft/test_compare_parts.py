@@ -57,6 +57,13 @@ def test_floors_of_expert_parallelism() -> None:
     assert floors.EXPERT.memory_bytes(sizes, 4, 30) == 3 * (40 + 20) + 60
 
 
+def test_floors_of_pipelines() -> None:
+    sizes = floors.Sizes(parameters=120, hidden=8, layers=3)
+    assert floors.PIPELINE[1].bytes_sent(sizes, 2, 4) == 8  # rank 0 activations, rank 1 their gradients
+    assert floors.PIPELINE[2].bytes_sent(sizes, 2, 4) == 24  # rank 0 there twice and back once
+    assert floors.PIPELINE[1].memory_bytes(sizes, 2, 300) == 60 + 120 + 150
+
+
 # P = 120, N = 4: weights + moments + the larger of activations and gradients
 @pytest.mark.parametrize(
     ("needs", "activations", "memory"),

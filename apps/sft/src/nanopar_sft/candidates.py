@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 import nanopar_core as core
 import nanopar_expert as expert
+import nanopar_pipeline as pipeline
 import nanopar_tensor as tensor
 import nanopar_zero as zero
 from nanopar_models.loss import next_token_labels
+from nanopar_pipeline import schedules
 from nanopar_sft import floors, peers, workload
 from nanopar_sft.config import nearest
 from nanopar_sft.errors import InputError
@@ -134,6 +136,29 @@ def _expert(setup: Setup, *, stage: int, chunks: int = 1) -> Step:
     return step
 
 
+def _pipeline(setup: Setup, *, name: str, chunks: int) -> Step:
+    """``nanopar_pipeline`` over all ranks, every sequence a micro-batch."""
+    axis, model = core.Mesh(pp=setup.axis.size).pp, setup.make_model()
+    shape = schedules.NAMED[name](axis.size, chunks, 1)
+    stages, _ = pipeline.split(model, None, axis, chunks=chunks, placement=shape.placement)
+    del model
+    optimizer = workload.adamw([p for stage in stages for p in stage.parameters()], setup.fused)
+    runners: dict[int, pipeline.Runner] = {}
+
+    def step(batch: Tensor) -> Tensor:
+        ids = batch.to(setup.device)
+        count = ids.shape[0]
+        if count not in runners:
+            schedule = schedules.NAMED[name](axis.size, chunks, count)
+            runners[count] = pipeline.Runner(stages, schedule, axis, workload.share_of_loss(count))
+        loss = runners[count].step({"input_ids": ids}, next_token_labels(ids))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def _need_experts(setup: Setup) -> None:
     if setup.model == "dense":
         raise InputError("model=dense: expert parallelism needs a mixture of experts: --model moe")
@@ -146,6 +171,12 @@ STRATEGIES: dict[str, Candidate] = {
     "zero3": zero_stage(3),
     "zero3-keep": zero_stage(3, floors.STAGE_3_KEPT, reshard_after_forward=False),
     "ep": Candidate("nanopar", partial(_expert, stage=0), floors.EXPERT),
+    **{
+        f"pp-{name.replace('_', '-')}": Candidate(
+            "nanopar", partial(_pipeline, name=name, chunks=chunks), floors.PIPELINE[chunks]
+        )
+        for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1))
+    },
     "tp": Candidate("nanopar", partial(_tensor, sequence=False), floors.TENSOR),
     "tp-sp": Candidate("nanopar", partial(_tensor, sequence=True), floors.SEQUENCE),
 }

@@ -22,6 +22,9 @@ counted, nor that tp-sp gathers each block's input again in backward, which send
     ep                       1 all_reduce of P - E,            2 (P - E)(N-1)/N   P - E + E/N, moments twice that,
                              4 L all_to_all of K/N             + 4 L K (N-1)/N^2  gradients as much
 
+    pipeline of two ranks    H at every boundary there,        (2 v - 1) H         P/N, as if stages were even
+    with v stages on each    and its gradient back
+
 (With a routing that is even. The counts and the routing weights beside the rows are not counted.)
 
 A reduce_scatter or an all_gather of P bytes sends P (N-1)/N from every rank, an all_reduce twice that.
@@ -75,6 +78,8 @@ class Needs:
         per_layer: collectives of the hidden states, in every layer.
         beside_layers: collectives of the hidden states before and after the layers.
         per_mixture: collectives of the tokens' rows, in every layer; the experts are divided then.
+        chunks: stages of a pipeline on every rank; 0: no pipeline. Each boundary then costs two messages of the hidden
+            states, and a rank has its part of the activations.
     """
 
     per_step: dict[str, int]
@@ -85,6 +90,7 @@ class Needs:
     per_layer: dict[str, int] = field(default_factory=dict)
     beside_layers: dict[str, int] = field(default_factory=dict)
     per_mixture: dict[str, int] = field(default_factory=dict)
+    chunks: int = 0
 
     def collectives(self, sizes: Sizes, microbatches: int) -> list[Message]:
         """Collectives of a step, in which ``microbatches`` share the batch among them."""
@@ -95,14 +101,20 @@ class Needs:
             *((op, sizes.routed, number * sizes.layers) for op, number in self.per_mixture.items()),
             *((op, sizes.hidden, number * sizes.layers) for op, number in self.per_layer.items()),
             *((op, sizes.hidden, number) for op, number in self.beside_layers.items()),
+            *([("send_recv", sizes.hidden, 2 * self.chunks - 1)] if self.chunks else []),
         ]
         return [Message(*count) for count in counts]
 
     def bytes_sent(self, sizes: Sizes, ranks: int, microbatches: int) -> int:
         """Bytes that one rank sends in a step."""
-        passes = {"all_reduce": 2 * ranks, "all_to_all": 1}
-        total = sum(passes.get(op, ranks) * size * number for op, size, number in self.collectives(sizes, microbatches))
-        return total * (ranks - 1) // ranks**2
+        total = 0
+        for op, size, number in self.collectives(sizes, microbatches):
+            if op == "send_recv":
+                total += size * number
+            else:
+                passes = {"all_reduce": 2 * ranks, "all_to_all": 1}.get(op, ranks)
+                total += passes * size * number * (ranks - 1) // ranks**2
+        return total
 
     def memory_bytes(self, sizes: Sizes, ranks: int, activation_bytes: int) -> int:
         """Bytes of tensors on one rank where the most exist."""
@@ -112,6 +124,8 @@ class Needs:
             here = sizes.parameters - divided
             return (here if whole else here // ranks) + divided // ranks
 
+        if self.chunks:
+            activation_bytes //= ranks
         state = held(self.whole_weights) + OPTIMIZER_STATES * held(self.whole_moments)
         return state + max(activation_bytes, held(self.whole_gradients))
 
@@ -135,4 +149,5 @@ SEQUENCE = Needs(
     {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1},
 )
 EXPERT = Needs({"all_reduce": 1}, {}, True, True, True, per_mixture={"all_to_all": _BLOCKS})
+PIPELINE = {chunks: Needs({}, {}, False, False, False, chunks=chunks) for chunks in (1, 2)}
 STAGE_3_KEPT = Needs({}, {"reduce_scatter": 1, "all_gather": 1}, True, False, False)

@@ -253,13 +253,16 @@ class Measurement:
 def _once(op: str, whole: Tensor, axis: core.Axis) -> None:
     """One collective in place: all_gather sends this rank's part of ``whole``, reduce_scatter fills it.
 
-    An all_to_all is of this rank's part, and not in place.
+    An all_to_all is of this rank's part, a send_recv of the whole, and neither in place.
     """
     part = whole.split(core.split_sizes(whole.numel(), axis.size))[axis.rank]
     if op == "all_reduce":
         core.all_reduce(whole, axis, out=whole)
     elif op == "reduce_scatter":
         core.reduce_scatter(whole, axis, out=part)
+    elif op == "send_recv":
+        other = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+        core.send_recv([(whole, other[0])], [(torch.empty_like(whole), other[1])], axis)
     elif op == "all_to_all":
         core.all_to_all(part, axis, out=torch.empty_like(part))
     else:

@@ -6,8 +6,8 @@
     fsdp2-reshard     the same, reshard_after_forward=True                                  stage 3
     deepspeed0 to 3   DeepSpeed, buckets of 4 M elements (by default they take 2 GB)        stages 0 to 3
 
-The tensor-parallel ones are in ``peers_tensor.py``, the expert-parallel ones in ``peers_expert.py``. torch's are always
-there; DeepSpeed and megatron-core are optional installs.
+The tensor-parallel ones are in ``peers_tensor.py``, the expert-parallel ones in ``peers_expert.py``, those of pipelines
+in ``peers_pipeline.py``. torch's are always there; DeepSpeed and megatron-core are optional installs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopar_sft import floors, peers_deepspeed, peers_expert, peers_tensor, workload
+from nanopar_sft import floors, peers_deepspeed, peers_expert, peers_pipeline, peers_tensor, workload
 from nanopar_sft.floors import Needs
 from nanopar_sft.setup import Setup, Step, train_on_parts
 
@@ -102,6 +102,10 @@ PEERS: dict[str, Peer] = {
     **{
         f"deepspeed{stage}": Peer(partial(peers_deepspeed.zero, stage=stage), floors.STAGES[stage], DEEPSPEED)
         for stage in range(4)
+    },
+    **{
+        f"torch-pp-{name}": Peer(partial(peers_pipeline.torch_pipeline, name=name), floors.PIPELINE[chunks])
+        for name, (_, chunks) in peers_pipeline.KINDS.items()
     },
     "torch-tp": Peer(partial(peers_tensor.torch_tensor, sequence=False), floors.TENSOR),
     "torch-tp-sp": Peer(partial(peers_tensor.torch_tensor, sequence=True), floors.SEQUENCE),

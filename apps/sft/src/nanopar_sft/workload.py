@@ -12,7 +12,7 @@ Shapes: B sequences per step over all ranks, S tokens each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import nanopar_models as models
 import nanopar_tensor as tensor
+from nanopar_models.loss import cross_entropy
 from nanopar_sft.floors import Sizes
 
 GENERATED = ("dense", "moe")
@@ -129,6 +130,15 @@ def batch(step: int, sequences: int, length: int, vocabulary: int) -> Tensor:
 def loss_of(model: nn.Module, ids_BS: Tensor) -> Tensor:
     """Mean cross-entropy of the next token."""
     loss: Tensor = model(input_ids=ids_BS, labels=ids_BS).loss
+    return loss
+
+
+def share_of_loss(sequences: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """``loss(logits [b, S, V], next labels [b, S])``: the share of b sequences in the mean over so many."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits.flatten(0, 1), labels.flatten()).sum() / (sequences * (labels.shape[1] - 1))
+
     return loss
 
 
