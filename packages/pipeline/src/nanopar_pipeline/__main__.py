@@ -24,19 +24,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--chunks", type=int, metavar="N", help="stages on a rank [1; 2 for interleaved, zbv, dualpipe_v]"
     )
     draw.add_argument("--microbatches", type=int, default=8, metavar="N", help="micro-batches of a step [8]")
+    draw.add_argument("--placement", default="loop", choices=("loop", "v"), help="of the stages in a CSV file [loop]")
     draw.add_argument("--forward", type=float, default=1.0, metavar="T", help="time of a stage's forward [1]")
     draw.add_argument("--input-part", type=float, default=1.0, metavar="T", help="of its backward's input part [1]")
     draw.add_argument("--weight-part", type=float, default=1.0, metavar="T", help="of its backward's weight part [1]")
     draw.add_argument("--communication", type=float, default=0.0, metavar="T", help="from rank to rank [0]")
     draw.add_argument("--svg", type=Path, metavar="FILE", help="where to write the picture [SCHEDULE.svg]")
     given = parser.parse_args(arguments)
+    times = {name: getattr(given, name) for name in ("forward", "input_part", "weight_part", "communication")}
     try:
         schedule = _schedule(given)
+        simulation = schedule.simulate(**times)
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    times = {name: getattr(given, name) for name in ("forward", "input_part", "weight_part", "communication")}
-    simulation = schedule.simulate(**times)
     ticks = [time for time in times.values() if time > 0]
     print(as_text(simulation, min(ticks, default=1.0)))
     print(f"\nmakespan {simulation.makespan:g}, bubble {simulation.bubble:.1%}")
@@ -51,7 +52,7 @@ def _schedule(given: argparse.Namespace) -> Schedule:
     if given.schedule not in NAMED:
         if not Path(given.schedule).is_file():
             raise ValueError(f"{given.schedule}: no such schedule or file; there are {', '.join(NAMED)}")
-        return read_csv(given.schedule, chunks=given.chunks or 1)
+        return read_csv(given.schedule, chunks=given.chunks or 1, placement=given.placement)
     chunks = given.chunks or (2 if given.schedule in ("interleaved", *V_SHAPED) else 1)
     if given.stages % chunks:
         raise ValueError(f"{given.stages} stages are not {chunks} for each rank: give --stages or --chunks")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 from nanopar_pipeline.passes import Simulation, Span
@@ -24,7 +25,9 @@ def as_text(simulation: Simulation, tick: float = 1.0) -> str:
         end = max((span.end for _, span in row), default=0.0)
         cells = ["."] * round(end / tick)
         for name, span in row:
-            cells[round(span.start / tick)] = name
+            place = round(span.start / tick)
+            cells += ["."] * (place + 1 - len(cells))  # one that takes no time, at the end
+            cells[place] = name
         lines.append(f"rank {rank} |" + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join(lines)
 
@@ -36,11 +39,11 @@ def as_svg(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str = "") -> st
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 1010}" height="{top + height * len(rows) + 8}" '
         'font-family="sans-serif" font-size="11">',
-        f'<text x="8" y="18" font-size="14">{title}</text>' if title else "",
+        f'<text x="8" y="18" font-size="14">{escape(title)}</text>' if title else "",
     ]
     for number, (label, spans) in enumerate(rows):
         y = top + height * number
-        parts.append(f'<text x="8" y="{y + 15}">{label}</text>')
+        parts.append(f'<text x="8" y="{y + 15}">{escape(label)}</text>')
         for span in spans:
             x, width = left + scale * span.start, scale * (span.end - span.start)
             parts.append(

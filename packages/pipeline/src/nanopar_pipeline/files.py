@@ -22,6 +22,8 @@ def read_csv(file: str | Path, *, chunks: int = 1, placement: str = "loop") -> S
     actions: list[list[Action]] = []
     with Path(file).open(newline="", encoding="utf-8") as opened:
         for line, row in enumerate(csv.reader(opened), start=1):
+            if not row:  # a blank line
+                continue
             actions.append([])
             for cell in row:
                 if text := cell.strip():
@@ -37,6 +39,6 @@ def read_csv(file: str | Path, *, chunks: int = 1, placement: str = "loop") -> S
 
 
 def write_csv(schedule: Schedule, file: str | Path) -> None:
-    """The actions, as ``read_csv`` reads them."""
+    """The actions, as ``read_csv`` reads them; it must be told chunks and placement."""
     with Path(file).open("w", newline="", encoding="utf-8") as opened:
         csv.writer(opened).writerows([str(action) for action in actions] for actions in schedule.actions)

@@ -41,7 +41,8 @@ class HuggingFaceStage(Stage):
     """
 
     def __init__(self, number: int, model: Any, own: Sequence[Item], is_last: bool) -> None:
-        super().__init__(number, [], ("hidden_states",) if number else (), () if is_last else ("hidden_states",))
+        takes, gives = ("hidden_states",) if number else (), () if is_last else ("hidden_states",)
+        super().__init__(number, [], takes, gives, frozenset(("input_ids", *OF_THE_BATCH)))
         self.items = list(own)
         names = {item.name for item in own}
         self.prefix = model.base_model_prefix
@@ -59,6 +60,8 @@ class HuggingFaceStage(Stage):
     def forward(self, taken: Sequence[Tensor], batch: Any) -> Any:
         """Run the body, and the head if it is here."""
         values = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        if unknown := sorted(set(values) - self.known):
+            raise ValueError(f"the batch has {unknown[0]!r}, but a stage passes on {sorted(self.known)} only")
         given = {name: values[name] for name in OF_THE_BATCH if values.get(name) is not None}
         if self.number:
             given["inputs_embeds"] = taken[0]
@@ -91,7 +94,7 @@ def body_items(model: Any) -> list[str]:
         full = f"{model.base_model_prefix}.{name}"
         module = model.get_submodule(full)
         is_list = isinstance(module, nn.ModuleList)
-        names += [f"{full}.{child}" for child, _ in module.named_children()] if is_list else [full]
+        names += [f"{full}.{number}" for number in range(len(module))] if is_list else [full]
     return names
 
 

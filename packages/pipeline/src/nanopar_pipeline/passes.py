@@ -8,7 +8,8 @@ An action needs          F  the forward of the stage before; B, I  its own forwa
                          W  its own I
 
 A receiver posts its receives in the order in which the sender sends, and both directions between two ranks have
-channels of their own; so with sends that do not block, what runs in the simulation runs with messages too.
+channels of their own; so with sends that do not block, and receivers that use messages in their order, what runs in the
+simulation runs with messages too.
 """
 
 from __future__ import annotations
@@ -94,6 +95,28 @@ def check(schedule: Schedule) -> None:
                     f"stage {stage}, micro-batch {number} has {kinds or 'nothing'}: it needs F and B, or F, I and W"
                 )
     simulate(schedule)
+    for backward in (False, True):
+        _check_order(schedule, backward=backward)
+
+
+def _check_order(schedule: Schedule, *, backward: bool) -> None:
+    """A channel delivers in the order in which was sent: receivers must use messages in that order."""
+    step = 1 if backward else -1  # from a stage to the one that gives to it
+    for (sender, receiver), sent in messages(schedule, backward=backward).items():
+        used = [
+            Message(stage + step, number)
+            for stage, kind, number in schedule.actions[receiver]
+            if kind in ("BI" if backward else "F")
+            and 0 <= stage + step < schedule.stages
+            and schedule.rank_of(stage + step) == sender
+        ]
+        for one, other in zip(sent, used, strict=True):
+            if one != other:
+                what = "gradients" if backward else "activations"
+                raise ValueError(
+                    f"rank {sender} sends {what} of stage {one.stage} for micro-batch {one.microbatch} next, but rank "
+                    f"{receiver} uses those of stage {other.stage} for micro-batch {other.microbatch} first"
+                )
 
 
 def needs(schedule: Schedule, action: Action) -> Iterator[tuple[int, str, int]]:
@@ -126,8 +149,10 @@ def simulate(
         communication: from the end of an action to where another rank can use what it made.
 
     Raises:
-        ValueError: ranks wait for each other.
+        ValueError: ranks wait for each other, or a time below 0.
     """
+    if negative := [time for time in (forward, backward, input_part, weight_part, communication) if (time or 0) < 0]:
+        raise ValueError(f"times must be at least 0, not {negative[0]}")
     whole = input_part + weight_part if backward is None else backward
     times = {"F": forward, "B": whole, "I": input_part, "W": weight_part}
     ended: dict[tuple[int, str, int], float] = {}  # B stands for I too

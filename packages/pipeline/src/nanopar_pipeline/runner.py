@@ -13,7 +13,7 @@ was sent once its receiver must have it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,10 +46,13 @@ class Runner:
             are complete after that.
 
     Attributes:
-        spans: when the actions of the last step ran on this rank, in seconds since its begin.
+        spans: when the actions of the last step ran on this rank, in seconds since its begin; on CUDA, when they were
+            launched.
 
     Raises:
         ValueError: a schedule that does not fit the axis or the stages.
+
+    After an error in a step messages are left over: a runner that has failed must not be used again.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class Runner:
         self.schedule, self.axis, self.loss_fn = schedule, axis, loss_fn
         self.scale, self.on_first_forward, self.on_last_backward = scale, on_first_forward, on_last_backward
         self.spans: list[Span] = []
-        self._forward = channels(schedule, axis, backward=False)
-        self._backward = channels(schedule, axis, backward=True)
+        device = _device(stages)
+        self._forward = channels(schedule, axis, device, backward=False)
+        self._backward = channels(schedule, axis, device, backward=True)
+        self._is_broken = False
         self._known: dict[tuple[int, Hashable], Descriptions] = {}  # by giving stage and kind of micro-batch
 
     def step(self, inputs: Any, targets: Any = None) -> Tensor:
@@ -90,7 +95,8 @@ class Runner:
         Raises:
             ValueError: fewer rows than micro-batches.
         """
-        return self._run(inputs, targets, only_forward=False)[0]
+        with torch.enable_grad():
+            return self._run(inputs, targets, only_forward=False)[0]
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
@@ -101,21 +107,30 @@ class Runner:
     def forward(self, inputs: Any) -> Any:
         """What the last stage gives, of all micro-batches together along dim 0; None on ranks without it."""
         outputs = self._run(inputs, None, only_forward=True, wants_outputs=True)[1]
-        return _together(outputs) if self.schedule.stages - 1 in self.stages else None
+        return (
+            _together([outputs[number] for number in sorted(outputs)])
+            if self.schedule.stages - 1 in self.stages
+            else None
+        )
 
     def _run(
         self, inputs: Any, targets: Any, *, only_forward: bool, wants_outputs: bool = False
-    ) -> tuple[Tensor, list[Any]]:
+    ) -> tuple[Tensor, dict[int, Any]]:
+        if self._is_broken:
+            raise RuntimeError(
+                "an earlier step of this runner has failed, and its messages are mixed up: make a new one"
+            )
         count = self.schedule.microbatches
         rows = _rows(inputs)
         if rows < count:
             raise ValueError(f"a batch of {rows} rows cannot be cut into {count} micro-batches")
         batch = _Batch(_cut(inputs, rows, count), _cut(targets, rows, count))
         step = _Step(self, batch, only_forward, wants_outputs)
-        try:
-            step.run()
-        finally:
-            self.spans = step.spans
+        self._is_broken = True
+        step.run()
+        self._is_broken = False
+        self.spans = step.spans
+        step.incoming.clear()  # which know the step
         return all_reduce(step.loss, self.axis, label="loss"), step.outputs
 
 
@@ -137,9 +152,9 @@ class _Step:
         self.runner, self.batch, self.only_forward, self.wants_outputs = runner, batch, only_forward, wants_outputs
         schedule, rank = runner.schedule, runner.axis.rank
         self.actions = [a for a in schedule.actions[rank] if a.kind == "F" or not only_forward]
-        self.device = _device(runner.stages.values(), batch.inputs)
+        self.device = _device(runner.stages.values())
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.outputs: list[Any] = []
+        self.outputs: dict[int, Any] = {}
         self.spans: list[Span] = []
         self.later = WeightsLater()
         self.taken: dict[Message, list[Tensor]] = {}  # by stage: leaves that were given to it
@@ -162,6 +177,8 @@ class _Step:
             self._callbacks(place, action)
             getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
             self.spans.append(Span(action, start - begin, time.perf_counter() - begin))
+            for outgoing in self.outgoing.values():
+                outgoing.release()
         for outgoing in self.outgoing.values():
             outgoing.finish()
 
@@ -180,7 +197,7 @@ class _Step:
             for (sender, receiver), order in messages(schedule, backward=backward).items():
                 label = "gradients" if backward else "activations"
                 if sender == rank:
-                    self.outgoing[receiver, backward] = Outgoing(made[sender, receiver], label)
+                    self.outgoing[receiver, backward] = Outgoing(made[sender, receiver], self.device, label)
                 if receiver == rank:
                     describe_one = self._of_gradients if backward else self._description
                     channel = made[sender, receiver]
@@ -207,10 +224,12 @@ class _Step:
             output = _call(module, taken, self.batch.inputs[number], stage == 0)
         if stage == schedule.stages - 1:
             if self.wants_outputs:
-                self.outputs.append(output)
+                self.outputs[number] = output
                 return
             with self._recording(stage, number):
                 loss = self.runner.loss_fn(output, self.batch.targets[number])
+            if loss.dim():
+                raise ValueError(f"loss_fn must return a scalar, not a tensor of shape {list(loss.shape)}")
             self.loss += loss.detach()
             if not self.only_forward:
                 self.losses[number] = loss if self.runner.scale is None else self.runner.scale(loss)
@@ -226,6 +245,9 @@ class _Step:
         taken, message = self.taken.pop(Message(stage, number)), Message(stage, number)
         if stage == self.runner.schedule.stages - 1:
             loss = self.losses.pop(number)
+            module = self.runner.stages[stage]
+            if not loss.requires_grad and any(one.requires_grad for one in (*taken, *module.parameters())):
+                raise RuntimeError("loss_fn gave a loss without gradient, though the stage has something to train")
             if loss.requires_grad:
                 # Not by the tensor: a backward that torch functions could change runs without their modes.
                 torch.autograd.backward([get_gradient_edge(loss)], [torch.ones_like(loss)])
@@ -358,9 +380,9 @@ def _together(outputs: list[Any]) -> Any:
     return outputs
 
 
-def _device(stages: Any, inputs: Any) -> torch.device:
+def _device(stages: Iterable[nn.Module]) -> torch.device:
+    """That of the stages; the process's own where they have no parameters."""
     for stage in stages:
         for parameter in stage.parameters():
-            device: torch.device = parameter.device
-            return device
-    return next((leaf.device for leaf in _leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
+            return parameter.device
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")

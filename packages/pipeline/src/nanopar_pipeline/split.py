@@ -49,7 +49,7 @@ def split(
         whole model. The specs of tied parameters that two stages share: the sum of their gradients is the whole one.
 
     Raises:
-        ValueError: a plan that does not fit the model, an input that nothing gives, more stages than modules.
+        ValueError: a plan that names what the model has not, or leaves parameters out; more stages than modules.
     """
     by_its_own_code = plan is None and is_hugging_face(model)
     if by_its_own_code:
@@ -71,11 +71,16 @@ def split(
     stages: list[nn.Module] = []
     for number in shape.stages_of(axis.rank):
         if by_its_own_code:
-            stages.append(HuggingFaceStage(number, model, parts[number], number == count - 1).train(model.training))
+            stages.append(HuggingFaceStage(number, model, parts[number], number == count - 1))
             continue
         takes, gives = _crossing(parts, number), _crossing(parts, number + 1)
         own = [(item, model.get_submodule(item.name)) for item in parts[number]]
-        stages.append(Stage(number, own, takes, gives).train(model.training))
+        stages.append(Stage(number, own, takes, gives, frozenset(name for item in items for name in item.takes)))
+    theirs = set(model.modules())
+    for stage in stages:
+        for module in stage.modules():
+            if module not in theirs:  # the modes of the model's own modules stay
+                module.training = model.training
     return stages, specs
 
 
@@ -123,9 +128,8 @@ def _items(model: nn.Module, plan: Plan, *, is_carried: bool) -> list[Item]:
                 continue
             raise ValueError(f"plan[{name!r}] is no module of {type(model).__name__}")
         module = names[name]
-        members = (
-            [f"{name}.{child}" for child, _ in module.named_children()] if isinstance(module, nn.ModuleList) else [name]
-        )
+        is_list = isinstance(module, nn.ModuleList)
+        members = [f"{name}.{number}" for number in range(len(module))] if is_list else [name]
         items += [Item(member, tuple(takes), tuple(gives)) for member in members]
         if not gives:
             raise ValueError(f"plan[{name!r}] gives nothing")
@@ -134,7 +138,8 @@ def _items(model: nn.Module, plan: Plan, *, is_carried: bool) -> list[Item]:
 
 
 def _check_complete(model: nn.Module, items: Sequence[Item]) -> None:
-    left = [name for name, _ in model.named_parameters() if not any(name.startswith(f"{item.name}.") for item in items)]
+    prefixes = tuple(f"{item.name}." for item in items)
+    left = [name for name, _ in model.named_parameters(remove_duplicate=False) if not name.startswith(prefixes)]
     if left:
         raise ValueError(f"{left[0]} belongs to no module of the plan")
 

@@ -41,12 +41,19 @@ class Stage(nn.Module):
         items: in order, with their modules.
         takes: names of the values that come from the stage before.
         gives: names of the values that the next stage gets; empty: the last item's output is the model's.
+        known: names that any module of the whole plan takes.
     """
 
     def __init__(
-        self, number: int, items: Sequence[tuple[Item, nn.Module]], takes: tuple[str, ...], gives: tuple[str, ...]
+        self,
+        number: int,
+        items: Sequence[tuple[Item, nn.Module]],
+        takes: tuple[str, ...],
+        gives: tuple[str, ...],
+        known: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.known = known
         self.number, self.takes, self.gives = number, takes, gives
         self.items = [item for item, _ in items]
         for item, module in items:
@@ -55,9 +62,17 @@ class Stage(nn.Module):
     def forward(self, taken: Sequence[Tensor], batch: Any) -> Any:
         """Run all modules."""
         values: dict[str, Any] = dict(batch) if isinstance(batch, Mapping) else {}
+        if unknown := sorted(set(values) - self.known):
+            known = ", ".join(sorted(self.known))
+            raise ValueError(f"the batch has {unknown[0]!r}, which no module of the plan takes; they take {known}")
         if not isinstance(batch, Mapping) and self.number == 0:
-            first = self.items[0].takes
-            values = dict(zip(first, batch if isinstance(batch, (tuple, list)) else [batch], strict=False))
+            first, parts = self.items[0].takes, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+            if isinstance(batch, (tuple, list)) and len(parts) != len(first):
+                raise ValueError(
+                    f"{len(parts)} inputs were given, but {self.items[0].name} takes {list(first)}: give a dictionary "
+                    "by the names of the plan"
+                )
+            values = dict(zip(first, parts, strict=False))
         values |= dict(zip(self.takes, taken, strict=True))
         output: Any = tuple(taken)
         for item in self.items:

@@ -41,14 +41,21 @@ class Description(NamedTuple):
 Descriptions = tuple[Description, ...]
 
 
-def channels(schedule: Schedule, axis: Axis, *, backward: bool) -> dict[tuple[int, int], Axis]:
-    """The channels of this rank by (sender, receiver); every rank of the world makes them together."""
+def channels(schedule: Schedule, axis: Axis, device: torch.device, *, backward: bool) -> dict[tuple[int, int], Axis]:
+    """The channels of this rank by (sender, receiver); every rank of the world makes them together.
+
+    A first message goes through each, in one order on all ranks: NCCL makes a communicator at its first use, and waits
+    for the other side, for which a schedule leaves no room.
+    """
     kind = "backward" if backward else "forward"
     found = {}
     for sender, receiver in sorted(messages(schedule, backward=backward)):
         channel = axis.subset([sender, receiver], f"{axis.name}_{kind}")
         if channel is not None:
             found[sender, receiver] = channel
+            first = torch.zeros(1, device=device)
+            sends, receives = ([(first, 1)], []) if channel.rank == 0 else ([], [(first, 0)])
+            send_recv(sends, receives, channel, label="first message")
     return found
 
 
@@ -131,23 +138,31 @@ class Incoming:
 class Outgoing:
     """The messages to one rank in one direction."""
 
-    def __init__(self, channel: Axis, label: str) -> None:
-        self.channel, self.label = channel, label
-        self._sent: dict[Message, Pending[list[Tensor]]] = {}
+    def __init__(self, channel: Axis, device: torch.device, label: str) -> None:
+        self.channel, self.device, self.label = channel, device, label
+        self._sent: dict[Message, list[Pending[list[Tensor]]]] = {}
 
     def send(self, message: Message, tensors: Sequence[Tensor], header: Descriptions | None) -> None:
         """Begin to send; ``header`` where the receiver does not know the shapes."""
-        all_tensors = [tensor.detach().contiguous() for tensor in tensors]
-        if header is not None:
-            device = tensors[0].device if tensors else torch.device("cpu")
-            all_tensors.insert(0, write_header(header, device))
-        sends = [(tensor, 1) for tensor in all_tensors]
-        self._sent[message] = send_recv(sends, [], self.channel, label=self.label, async_op=True)
+        self._sent[message] = []
+        if header is not None:  # by itself, as it is received
+            self._send(message, [write_header(header, self.device)])
+        self._send(message, [tensor.detach().contiguous() for tensor in tensors])
+
+    def _send(self, message: Message, tensors: list[Tensor]) -> None:
+        sends = [(tensor, 1) for tensor in tensors]
+        self._sent[message].append(send_recv(sends, [], self.channel, label=self.label, async_op=True))
 
     def arrived(self, message: Message) -> None:
-        """The receiver has it: let go of the tensors."""
-        if message in self._sent:
-            self._sent.pop(message).wait()
+        """The receiver must have it: let go of the tensors."""
+        for pending in self._sent.pop(message, []):
+            pending.wait()
+
+    def release(self) -> None:
+        """Let go of what has gone."""
+        for message, sent in list(self._sent.items()):
+            if all(work.is_completed() for pending in sent for work in pending.works):
+                self.arrived(message)
 
     def finish(self) -> None:
         """Wait until all messages are on their way."""
@@ -163,4 +178,4 @@ def signature(values: object) -> Hashable:
         return tuple((key, signature(value)) for key, value in values.items())
     if isinstance(values, (list, tuple)):
         return tuple(map(signature, values))
-    return values if isinstance(values, Hashable) else type(values)
+    return (type(values), values if isinstance(values, (bool, int, str)) else None)

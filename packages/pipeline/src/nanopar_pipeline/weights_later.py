@@ -6,7 +6,8 @@
     later.run(stage, micro-batch)                      W: dW = dy^T x, handed to autograd at the leaf, so that hooks run
 
 ("Zero Bubble Pipeline Parallelism", Qi et al., arXiv 2401.10241, section 2.) Everything else, biases and norms too, has
-its gradients in I: the parts are what they are for the layers that cost most. Under autocast nothing is put aside.
+its gradients in I: the parts are what they are for the layers that cost most. Under autocast nothing is put aside, and
+there are no second derivatives of such a layer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from nanopar_pipeline.torch_private import will_accumulate
 
 Key = tuple[int, int]
 
@@ -71,6 +75,10 @@ class _Linears(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """As torch calls it for every function."""
+        if func is torch.autograd.backward or func is Tensor.backward:
+            # Recomputation within, as of a reentrant checkpoint, must see our linear layers as forward did.
+            with self:
+                return _backward_by_edges(*args, **(kwargs or {}))
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _arguments(*args, **(kwargs or {}))
             if weight.is_leaf and weight.requires_grad and x.dim() > 1 and not torch.is_autocast_enabled(x.device.type):
@@ -80,6 +88,30 @@ class _Linears(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _backward_by_edges(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    **renamed: Any,
+) -> None:
+    """``torch.autograd.backward``, told by edges: with tensors it would call the mode again."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = renamed.get("gradient", grad_tensors)
+    grads = [given] if given is None or isinstance(given, Tensor) else list(given)
+    grads += [None] * (len(roots) - len(grads))
+    wanted = [inputs] if isinstance(inputs, Tensor) else inputs
+    leaves = None if wanted is None else [get_gradient_edge(leaf) for leaf in wanted]
+    torch.autograd.backward(
+        [get_gradient_edge(root) for root in roots],
+        [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        inputs=leaves,
+    )
+
+
 def _arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: A002
     return input, weight, bias
 
@@ -87,11 +119,11 @@ def _arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, leaf: tuple[Tensor], aside: list[Any]
+        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, leaf: tuple[Tensor], aside: list[Any]
     ) -> Tensor:
         """``F.linear``."""
         ctx.save_for_backward(x, weight)
-        ctx.leaf, ctx.aside = leaf, aside
+        ctx.anchor, ctx.leaf, ctx.aside = anchor, leaf, aside
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -99,6 +131,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """dx and db; the weight's later."""
         x, weight = ctx.saved_tensors
-        ctx.aside.append((ctx.leaf[0], x, grad))
+        if will_accumulate(ctx.anchor):
+            ctx.aside.append((ctx.leaf[0], x, grad))
         of_x = grad @ weight if ctx.needs_input_grad[1] else None
         return None, of_x, None, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None, None, None
