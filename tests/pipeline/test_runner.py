@@ -307,3 +307,23 @@ def misused(how: str) -> None:
 def test_misuse(how: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(2, misused, how)
+
+
+def several_calls(name: str) -> dict[str, Any]:
+    """Three runs of a schedule before one update, each with another length."""
+    axis = core.Mesh(pp=2).pp
+    [stage], _ = pipeline.split(build(), None, axis)
+    one = pipeline.Runner([stage], schedules.NAMED[name](2, 1, 4), axis, loss_fn)
+    loss = sum(one.step(*batch(call)).item() for call in range(3))
+    gradients = {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
+    return {"loss": [loss], "gradients": gathered(gradients, axis)}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_gradients_add_up_over_several_runs(name: str) -> None:
+    model = build()
+    losses = [plain_loss(model, *batch(call)) for call in range(3)]
+    torch.stack(losses).sum().backward()
+    right = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    reference = {"loss": [torch.stack(losses).sum().item()], "gradients": right}
+    assert_parity(reference, run(2, several_calls, name), axes={"pp": 2})
