@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.as_launched import CONTEXT
 
 import nanopar_core as core
 import nanopar_expert as expert
@@ -20,14 +21,6 @@ def the_example() -> float:
     exec(compile(example.replace("with core.launch(seed=0) as world:", CONTEXT), "README.md", "exec"), names)
     loss: float = names["loss"].item()
     return loss
-
-
-CONTEXT = """
-import contextlib, torch.distributed as dist
-size = dist.get_world_size() if dist.is_initialized() else 1
-rank = dist.get_rank() if dist.is_initialized() else 0
-torch.manual_seed(0)
-with contextlib.nullcontext(core.World(rank, size, rank, torch.device("cpu"))) as world:"""
 
 
 def test_the_example_runs_on_one_rank_and_on_two() -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.expert.test_readme import CONTEXT
+from tests.as_launched import CONTEXT
 
 from nanopar_core.testing import run
 from nanopar_pipeline import schedules
