@@ -2,10 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
-from tests.as_launched import CONTEXT
+from tests.as_launched import last_loss
 
 import nanopar_core as core
 import nanopar_expert as expert
@@ -16,11 +15,7 @@ TOKENS, HIDDEN, TOP_K, EXPERTS, SIZE = 6, 5, 2, 4, 2
 
 
 def the_example() -> float:
-    [example] = re.findall(r"```python\n(import.*?)```", README, flags=re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(example.replace("with core.launch(seed=0) as world:", CONTEXT), "README.md", "exec"), names)
-    loss: float = names["loss"].item()
-    return loss
+    return last_loss(README)
 
 
 def test_the_example_runs_on_one_rank_and_on_two() -> None:

@@ -2,9 +2,8 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
-from tests.as_launched import CONTEXT
+from tests.as_launched import last_loss
 
 from nanopar_core.testing import run
 from nanopar_pipeline import schedules
@@ -13,11 +12,7 @@ README = (Path(__file__).parents[2] / "packages" / "pipeline" / "README.md").rea
 
 
 def the_example() -> float:
-    example = re.findall(r"```python\n(import.*?)```", README, flags=re.DOTALL)[0]
-    names: dict[str, Any] = {}
-    exec(compile(example.replace("with core.launch(seed=0) as world:", CONTEXT), "README.md", "exec"), names)
-    loss: float = names["loss"].item()
-    return loss
+    return last_loss(README)
 
 
 def test_the_example_runs_on_one_rank_and_on_two() -> None:

@@ -124,8 +124,7 @@ class Runner:
         rows = _rows(inputs)
         if rows < count:
             raise ValueError(f"a batch of {rows} rows cannot be cut into {count} micro-batches")
-        batch = _Batch(_cut(inputs, rows, count), _cut(targets, rows, count))
-        step = _Step(self, batch, only_forward, wants_outputs)
+        step = _Step(self, _cut(inputs, rows, count), _cut(targets, rows, count), only_forward, wants_outputs)
         self._is_broken = True
         step.run()
         self._is_broken = False
@@ -134,22 +133,15 @@ class Runner:
         return all_reduce(step.loss, self.axis, label="loss"), step.outputs
 
 
-class _Batch:
-    """Micro-batches, and their kinds."""
-
-    def __init__(self, inputs: list[Any], targets: list[Any]) -> None:
-        self.inputs, self.targets = inputs, targets
-
-    def kind(self, number: int, only_forward: bool) -> Hashable:
-        """What all ranks know of a micro-batch."""
-        return signature(self.inputs[number]), only_forward
-
-
 class _Step:
     """One step on this rank."""
 
-    def __init__(self, runner: Runner, batch: _Batch, only_forward: bool, wants_outputs: bool) -> None:
-        self.runner, self.batch, self.only_forward, self.wants_outputs = runner, batch, only_forward, wants_outputs
+    def __init__(
+        self, runner: Runner, inputs: list[Any], targets: list[Any], only_forward: bool, wants_outputs: bool
+    ) -> None:
+        self.runner, self.inputs, self.targets = runner, inputs, targets
+        self.only_forward, self.wants_outputs = only_forward, wants_outputs
+        self.kinds: list[Hashable] = [(signature(one), only_forward) for one in inputs]  # what all ranks know of it
         schedule, rank = runner.schedule, runner.axis.rank
         self.actions = [a for a in schedule.actions[rank] if a.kind == "F" or not only_forward]
         self.device = _device(runner.stages.values())
@@ -205,7 +197,7 @@ class _Step:
 
     def _description(self, message: Message) -> Descriptions | None:
         """Of what a stage gives to the next, if that was seen before."""
-        return self.runner._known.get((message.stage, self.batch.kind(message.microbatch, self.only_forward)))
+        return self.runner._known.get((message.stage, self.kinds[message.microbatch]))
 
     def _of_gradients(self, message: Message) -> Descriptions | None:
         """Of the gradients of what the stage before gave: of those tensors that need any."""
@@ -213,7 +205,7 @@ class _Step:
         return None if given is None else tuple(one for one in given if one.needs_gradient)
 
     def _remember(self, message: Message, descriptions: Descriptions) -> None:
-        self.runner._known[message.stage, self.batch.kind(message.microbatch, self.only_forward)] = descriptions
+        self.runner._known[message.stage, self.kinds[message.microbatch]] = descriptions
 
     # ------------------------------------------------------------------------------------------------------- actions
 
@@ -221,13 +213,13 @@ class _Step:
         schedule, module = self.runner.schedule, self.runner.stages[stage]
         taken = self._take_activations(stage, number) if stage else []
         with self._recording(stage, number):
-            output = _call(module, taken, self.batch.inputs[number], stage == 0)
+            output = _call(module, taken, self.inputs[number], stage == 0)
         if stage == schedule.stages - 1:
             if self.wants_outputs:
                 self.outputs[number] = output
                 return
             with self._recording(stage, number):
-                loss = self.runner.loss_fn(output, self.batch.targets[number])
+                loss = self.runner.loss_fn(output, self.targets[number])
             if loss.dim():
                 raise ValueError(f"loss_fn must return a scalar, not a tensor of shape {list(loss.shape)}")
             self.loss += loss.detach()
