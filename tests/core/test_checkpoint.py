@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_each_rank_may_have_other_tensors(tmp_path: Path) -> None:
     assert_same(files_of(path), expected)
     assert len(list(path.glob("*.safetensors"))) > 3
     with checkpoint.reading(path) as stored:
-        assert_same(dict(stored), expected)
+        assert_same({name: one.read() for name, one in stored.items()}, expected)
 
 
 def resident_mib() -> int:
@@ -128,7 +129,7 @@ def test_reading_a_part_reads_that_part(tmp_path: Path) -> None:
     checkpoint.save(path, {"large": torch.arange(2**23)})  # 64 MiB
     before = resident_mib()
     with checkpoint.reading(path) as stored:
-        part = stored["large"].view(-1)[1000:2000].clone()
+        part = stored["large"].read([range(1000, 2000)])
         assert checkpoint.describe(path)["large"].shape == (2**23,)
         assert resident_mib() - before < 16
     assert torch.equal(part, torch.arange(1000, 2000))
@@ -263,7 +264,8 @@ def test_the_list_of_files_is_in_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "c"
     checkpoint.save(path, {"a": torch.ones(2)}, {"files": "may be a key of the caller's"})
     about = json.loads((path / "checkpoint.json").read_text())
-    assert about["files"] == {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    files = list(path.glob("*.safetensors"))
+    assert about["files"] == {file.name: [file.stat().st_size, zlib.crc32(file.read_bytes())] for file in files}
     assert checkpoint.read_extra(path) == {"files": "may be a key of the caller's"}
     moved = tmp_path / "moved"
     shutil.move(path, moved)

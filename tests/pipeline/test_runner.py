@@ -149,7 +149,7 @@ def on_this_rank(
             for over in specs[name].grad_sum if name in specs else ():
                 core.all_reduce(parameter.grad, over, out=parameter.grad)
         gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
-        first = [g for n, g in gradients.items() if n not in specs or specs[n].grad_sum[0].rank == 0]
+        first = [g for n, g in gradients.items() if all(axis.rank == 0 for axis in specs[n].grad_sum)]
         squares = torch.stack([torch.zeros((), dtype=torch.float64), *(g.square().sum() for g in first)]).sum()
         norm = core.all_reduce(squares, axis).sqrt()
         for parameter in parameters.values():

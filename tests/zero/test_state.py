@@ -4,7 +4,6 @@ import copy
 import io
 import os
 import signal
-import unittest.mock
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,8 @@ WHOLE = 8 * UNIT
 
 
 def memory_of_full_state_dict() -> list[int]:
-    peaks = []
+    peaks: list[int] = []
+    begun: list[Any] = []
     for stage in (1, 3):
         model = Large()
         optimizer = zero.shard(model, sgd, axis=core.Mesh(dp=4).dp, stage=stage, bucket_bytes=UNIT // 2)
@@ -360,15 +360,16 @@ def test_in_the_same_layout_a_resumed_run_equals_the_uninterrupted_one_bit_for_b
 
 def saved_in_parts(path: str) -> list[int]:
     """Highest memory while saving, on this rank, for stages 1 and 3."""
-    peaks = []
+    peaks: list[int] = []
+    begun: list[Any] = []
     for stage in (1, 3):
         model = Large()
         optimizer = zero.shard(model, torch.optim.Adam, axis=core.Mesh(dp=4).dp, stage=stage, bucket_bytes=UNIT // 2)
         optimizer.step()
         peaks.append(peak_bytes(lambda: zero.save(f"{path}-{stage}", model, optimizer)))  # noqa: B023 - called at once
         peaks.append(peak_bytes(lambda: zero.load(f"{path}-{stage}", model, optimizer)))  # noqa: B023
-        with unittest.mock.patch("nanopar_core.checkpoint.save"):
-            peaks.append(peak_bytes(lambda: zero.save("nowhere", model, optimizer)))  # noqa: B023
+        peaks.append(peak_bytes(lambda: begun.append(zero.save_in_background(f"{path}-b", model, optimizer))))  # noqa: B023
+        begun.pop().finish()
     return peaks
 
 
@@ -377,9 +378,9 @@ def test_a_rank_holds_its_share_of_the_files_and_one_bucket(tmp_path: Path) -> N
     share = 3 * WHOLE // 4  # weights and two moments, on four ranks
     for peaks in run(4, saved_in_parts, str(tmp_path / "c")):
         for saving, loading, collecting in (peaks[:3], peaks[3:]):
-            assert share < collecting < share + 1.3 * UNIT
+            assert 0.99 * share < collecting <= 2 * share + 0.3 * UNIT, "a copy, and what is being written of it"
             # what is written is put together in memory once more, in files of at most a GiB
-            assert share < saving <= 2 * share + 1.3 * UNIT
+            assert saving <= 1.1 * share + 0.3 * UNIT
             # the mapping of the files counts, and is no memory
             assert loading - 3 * WHOLE <= 2 * WHOLE // 4 + 0.3 * UNIT, "new moments, nothing whole"
     sizes = [file.stat().st_size for file in (tmp_path / "c-3").glob("*.safetensors")]
@@ -535,13 +536,11 @@ def divided_elsewhere() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(not frozen))
         specs = {"1.weight": core.ParamSpec(shards=(core.Shard(mesh.tp, 0),))}
         optimizer = zero.shard(model, sgd, axis=mesh.dp, stage=1, specs=specs)
-        for call in (zero.save, zero.load):
-            with pytest.raises(ValueError, match="does not yet put together parameters that are divided over tp"):
-                call("nowhere", model, optimizer)
+        with pytest.raises(ValueError, match="1.weight is divided over tp too; fill the model before shard"):
+            zero.load_full_state_dict(model, optimizer, None)
 
 
-@needs_safetensors
-def test_parameters_divided_over_other_axes_are_not_saved_wrongly() -> None:
+def test_parameters_divided_over_other_axes_are_not_filled_wrongly() -> None:
     run(2, divided_elsewhere)
 
 

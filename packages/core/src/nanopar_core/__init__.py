@@ -34,7 +34,7 @@ from nanopar_core.launch import World, launch
 from nanopar_core.ledger import Ledger, ledger
 from nanopar_core.mesh import Axis, Mesh, as_axis
 from nanopar_core.recompute import keep_communicated
-from nanopar_core.specs import ParamSpec, Shard, default_specs, global_norm
+from nanopar_core.specs import ParamSpec, Shard, default_specs, global_norm, merge_specs
 
 __all__ = [
     "Axis",
@@ -61,6 +61,7 @@ __all__ = [
     "keep_communicated",
     "launch",
     "ledger",
+    "merge_specs",
     "reduce_scatter",
     "reduce_scatter_fwd_all_gather_bwd",
     "send_recv",

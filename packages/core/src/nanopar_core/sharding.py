@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds, and whole parameters out of the parts.
+"""Which part of a parameter a rank holds, boxes of it for checkpoints, and whole parameters out of the parts.
 
 plain        [ 0 1 2 3 4 5 6 7 ]  on 2 ranks   [ 0 1 2 3 ] [ 4 5 6 7 ]
 sections     [ g g g g|u u u u ]               [ g g|u u ] [ g g|u u ]     gate and up, divided one by one
@@ -7,7 +7,9 @@ sizes (3, 2) [ 0 1 2 3 4 ]                     [ 0 1 2 ]   [ 3 4 ]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +71,56 @@ def places_of(model: nn.Module, specs: Mapping[str, ParamSpec]) -> dict[str, lis
     return {name: places_of_part(whole_shape(every[name], spec), spec) for name, spec in specs.items()}
 
 
-def whole(part: Tensor, spec: ParamSpec, *, label: str = "") -> Tensor:
+class Box(NamedTuple):
+    """Consecutive elements ``start`` to ``stop`` of a flat tensor, and where they lie in the whole: a range by dim."""
+
+    start: int
+    stop: int
+    ranges: tuple[range, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length by dim."""
+        return tuple(len(one) for one in self.ranges)
+
+
+def boxes(places: Sequence[Sequence[range]], start: int, stop: int) -> list[Box]:
+    """The elements ``start`` to ``stop`` of a flat part, cut into boxes of the whole.
+
+    Args:
+        places: by dim, the ranges of the whole that the part consists of (``places_of_part``).
+    """
+    return list(_boxes(places, (), 0, start, stop))
+
+
+def _boxes(
+    places: Sequence[Sequence[range]], outer: tuple[range, ...], first: int, start: int, stop: int
+) -> Iterator[Box]:
+    """Those of what lies at ``outer`` in the dims before, and begins with element ``first`` of the part."""
+    if not places:
+        if start <= first < stop:
+            yield Box(first, first + 1, outer)
+        return
+    inner = places[1:]
+    row = prod(sum(map(len, of_dim)) for of_dim in inner)
+    is_block = all(len(of_dim) == 1 for of_dim in inner)
+    for piece in places[0]:
+        low, high = max(start - first, 0), min(stop - first, len(piece) * row)
+        index = low // row if row else 0
+        while index * row < high:
+            last = high // row
+            if is_block and index * row >= low and last > index:  # whole rows, together
+                rows = range(piece.start + index, piece.start + last)
+                yield Box(first + index * row, first + last * row, (*outer, rows, *(of_dim[0] for of_dim in inner)))
+                index = last
+            else:
+                one = range(piece.start + index, piece.start + index + 1)
+                yield from _boxes(inner, (*outer, one), first + index * row, start, stop)
+                index += 1
+        first += len(piece) * row
+
+
+def whole_parameter(part: Tensor, spec: ParamSpec, *, label: str = "") -> Tensor:
     """The whole parameter out of the parts of all ranks, on every rank; collective along the axes of its shards."""
     for shard in reversed(spec.shards):
         part = _joined(part, shard, label)
@@ -83,7 +134,7 @@ def split_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, Param
 
 def merge_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> dict[str, Tensor]:
     """Whole weights out of the ranks' parts, on every rank; all of them call it. What is not divided is not copied."""
-    return {name: whole(value, specs.get(name, ParamSpec()), label=name) for name, value in state_dict.items()}
+    return {name: whole_parameter(value, specs.get(name, ParamSpec()), label=name) for name, value in state_dict.items()}
 
 
 def _joined(part: Tensor, shard: Shard, label: str) -> Tensor:

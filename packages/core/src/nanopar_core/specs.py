@@ -10,7 +10,7 @@ replicated: ``ParamSpec()``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +47,14 @@ class ParamSpec:
         data_axis: the axis over which zero shards this parameter and sums its gradient; None means the axis that
             ``zero.shard`` is given (an expert's is ``edp``).
         grad_sum: further axes over which this rank's gradient is only a partial sum.
+        stages: the axis of whose ranks each has parameters of its own, as the stages of a pipeline; None where all
+            ranks have this one, or a part of it.
     """
 
     shards: tuple[Shard, ...] = ()
     data_axis: Axis | None = None
     grad_sum: tuple[Axis, ...] = ()
+    stages: Axis | None = None
 
 
 def default_specs(model: nn.Module) -> dict[str, ParamSpec]:
@@ -59,7 +62,36 @@ def default_specs(model: nn.Module) -> dict[str, ParamSpec]:
     return {name: ParamSpec() for name, _ in model.named_parameters()}
 
 
-def global_norm(gradients: Iterable[tuple[Tensor, tuple[Axis, ...]]]) -> Tensor:
+def merge_specs(*specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """What several strategies say of one model, in the order in which they were applied.
+
+    Raises:
+        ValueError: two of them divide one parameter along one dim, or name two data axes, or two axes of stages.
+    """
+    merged: dict[str, ParamSpec] = {}
+    for one in specs:
+        for name, spec in one.items():
+            merged[name] = _merged(name, merged[name], spec) if name in merged else spec
+    return merged
+
+
+def _merged(name: str, first: ParamSpec, second: ParamSpec) -> ParamSpec:
+    dims = [shard.dim for shard in (*first.shards, *second.shards)]
+    if len(set(dims)) < len(dims):
+        raise ValueError(f"{name}: two strategies divide it along dim {max(dims, key=dims.count)}")
+    for what in ("data_axis", "stages"):
+        axes = [getattr(spec, what) for spec in (first, second) if getattr(spec, what) is not None]
+        if len(set(axes)) > 1:
+            raise ValueError(f"{name}: two strategies name a {what}, {axes[0].name} and {axes[1].name}")
+    return ParamSpec(
+        (*first.shards, *second.shards),
+        first.data_axis or second.data_axis,
+        tuple(dict.fromkeys((*first.grad_sum, *second.grad_sum))),
+        first.stages or second.stages,
+    )
+
+
+def global_norm(gradients: Iterable[tuple[Tensor, tuple[Axis, ...]]], *, stages: Axis | None = None) -> Tensor:
     """Euclidean norm of a gradient that lies in pieces on many ranks, each element counted once.
 
     Args:
@@ -67,6 +99,7 @@ def global_norm(gradients: Iterable[tuple[Tensor, tuple[Axis, ...]]]) -> Tensor:
             gradient: the axes of the parameter's shards, and the data axis where zero keeps only a part. Over all
             other axes the pieces are copies. All ranks name the same axes in the same order, even where they hold no
             piece: give an empty tensor then.
+        stages: an axis of whose ranks each has pieces of other parameters, on other axes too: added up last.
 
     Returns:
         0-dim tensor in the widest dtype of the pieces (at least fp32), equal on all ranks. One all-reduce of a few
@@ -85,7 +118,8 @@ def global_norm(gradients: Iterable[tuple[Tensor, tuple[Axis, ...]]]) -> Tensor:
         over = [axes for axes in squares if axis in axes]
         summed = all_reduce(torch.stack([squares[axes] for axes in over]), axis, label="norm")
         squares |= dict(zip(over, summed.unbind(), strict=True))
-    return torch.stack(list(squares.values())).sum().sqrt()
+    total = torch.stack(list(squares.values())).sum()
+    return (total if stages is None else all_reduce(total, stages, label="norm")).sqrt()
 
 
 def _sum_of_squares(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -141,6 +141,7 @@ def portable(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
             tuple(replace(shard, axis=bare(shard.axis)) for shard in spec.shards),
             None if spec.data_axis is None else bare(spec.data_axis),
             tuple(bare(axis) for axis in spec.grad_sum),
+            None if spec.stages is None else bare(spec.stages),
         )
         for name, spec in specs.items()
     }

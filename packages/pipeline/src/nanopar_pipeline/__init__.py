@@ -17,12 +17,14 @@ from nanopar_pipeline.schedules import Action as Action
 from nanopar_pipeline.schedules import Schedule as Schedule
 from nanopar_pipeline.split import split as split
 from nanopar_pipeline.stage import Stage as Stage
+from nanopar_pipeline.stage import Stages as Stages
 
 __all__ = [
     "Action",
     "Runner",
     "Schedule",
     "Stage",
+    "Stages",
     "as_chrome_trace",
     "read_csv",
     "schedules",

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nanopar_core import Axis, all_reduce
 from nanopar_pipeline.passes import Message, Span, messages
 from nanopar_pipeline.schedules import Action, Schedule
-from nanopar_pipeline.stage import Stage
+from nanopar_pipeline.stage import Stage, Stages
 from nanopar_pipeline.transfer import Descriptions, Incoming, Outgoing, channels, describe, signature
 from nanopar_pipeline.weights_later import WeightsLater
 
@@ -35,8 +35,9 @@ class Runner:
     """Runs a schedule.
 
     Args:
-        stages: this rank's, in the order of ``schedule.stages_of(rank)``: those of ``split``, or one's own modules,
-            ``stage(*tensors) -> tensor or tuple of tensors``; the first one is called with the inputs.
+        stages: this rank's, in the order of ``schedule.stages_of(rank)``: those of ``split``, also together as one
+            module (``Stages``), or one's own modules, ``stage(*tensors) -> tensor or tuple of tensors``; the first one
+            is called with the inputs.
         schedule: of as many ranks as the axis has.
         axis: of the ranks (``mesh.pp``). All ranks of the job make their runners together, since channels are made.
         loss_fn: ``loss_fn(output, target) -> scalar``: this micro-batch's share of the step's loss.
@@ -57,7 +58,7 @@ class Runner:
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[nn.Module] | Stages,
         schedule: Schedule,
         axis: Axis,
         loss_fn: Loss,
@@ -67,6 +68,8 @@ class Runner:
         on_last_backward: Callable[[int], object] | None = None,
     ) -> None:
         numbers = schedule.stages_of(axis.rank) if schedule.ranks == axis.size else []
+        self._together = stages if isinstance(stages, Stages) else None
+        stages = list(stages.parts.values()) if isinstance(stages, Stages) else stages
         if schedule.ranks != axis.size:
             raise ValueError(f"the schedule is for {schedule.ranks} ranks, axis {axis.name} has {axis.size}")
         if len(stages) != len(numbers):
@@ -213,7 +216,10 @@ class _Step:
         schedule, module = self.runner.schedule, self.runner.stages[stage]
         taken = self._take_activations(stage, number) if stage else []
         with self._recording(stage, number):
-            output = _call(module, taken, self.inputs[number], stage == 0)
+            if self.runner._together is not None:
+                output = self.runner._together(stage, taken, self.inputs[number])
+            else:
+                output = _call(module, taken, self.inputs[number], stage == 0)
         if stage == schedule.stages - 1:
             if self.wants_outputs:
                 self.outputs[number] = output

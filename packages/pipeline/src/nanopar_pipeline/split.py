@@ -46,7 +46,8 @@ def split(
 
     Returns:
         The stages in the order of the schedule's ``stages_of(rank)``: modules whose parameters have the names of the
-        whole model. The specs of tied parameters that two stages share: the sum of their gradients is the whole one.
+        whole model. The specs of their parameters: ``axis`` is that of the stages; the gradients of a tied parameter
+        that two stages have are parts of a sum.
 
     Raises:
         ValueError: a plan that names what the model has not, or leaves parameters out; more stages than modules.
@@ -81,7 +82,8 @@ def split(
         for module in stage.modules():
             if module not in theirs:  # the modes of the model's own modules stay
                 module.training = model.training
-    return stages, specs
+    here = {name: ParamSpec(stages=axis) for stage in stages for name, _ in stage.named_parameters()}
+    return stages, {**here, **specs}
 
 
 def cost_of(module: nn.Module, model: nn.Module) -> float:
@@ -172,5 +174,6 @@ def _tied(model: nn.Module, parts: Sequence[Sequence[Item]], axis: Axis, shape: 
         if len(ranks) > 1:
             shared = axis.subset(ranks, f"{axis.name}_tied")
             if shared is not None:
-                specs |= {name: ParamSpec(grad_sum=(shared,)) for name in every if rank_with(name) == axis.rank}
+                spec = ParamSpec(grad_sum=(shared,), stages=axis)
+                specs |= {name: spec for name in every if rank_with(name) == axis.rank}
     return specs

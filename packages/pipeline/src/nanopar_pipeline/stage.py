@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,11 +87,40 @@ class Stage(nn.Module):
         return f"stage {self.number}, takes {list(self.takes)}, gives {list(self.gives)}"
 
 
+class Stages(nn.Module):
+    """The stages of a rank as one module, whose parameters have the names that they have in the whole model.
+
+    For what must see a rank's part of the model as a whole: ``nanopar_zero.shard``, one optimizer, a checkpoint. Give it
+    to a ``Runner`` in place of the list.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts: dict[int, Stage] = {}  # no sub-modules: their own are placed below, under full names
+        for stage in stages:
+            if not isinstance(stage, Stage):
+                raise ValueError(f"Stages are made of what split returns, not of a {type(stage).__name__}")
+            self.parts[stage.number] = stage
+            for item in stage.items:
+                place(self, item.name, stage.get_submodule(item.name))
+
+    def forward(self, number: int, taken: Sequence[Tensor], batch: Any) -> Any:
+        """Run one stage."""
+        return self.parts[number](taken, batch)
+
+    def train(self, mode: bool = True) -> Stages:
+        """Set the mode of the stages too."""
+        for stage in self.parts.values():
+            stage.train(mode)
+        return super().train(mode)
+
+
 def place(root: nn.Module, name: str, module: nn.Module) -> None:
     """Put a module where its name says, below containers that have nothing of their own."""
-    *path, last = name.split(".")
-    for part in path:
+    parts = name.split(".")
+    last = parts[-1]
+    for part, child in pairwise(parts):
         if not hasattr(root, part):
-            root.add_module(part, nn.Module())
+            root.add_module(part, nn.ModuleDict() if child.isdigit() else nn.Module())
         root = root.get_submodule(part)
     root.add_module(last, module)

@@ -15,7 +15,8 @@ from nanopar_zero.gathered import gathered
 from nanopar_zero.loss_scale import LossScale
 from nanopar_zero.optimizer import ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
-from nanopar_zero.state import full_state_dict, load, load_full_state_dict, save
+from nanopar_zero.saved import load, save, save_in_background
+from nanopar_zero.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "LossScale",
@@ -26,5 +27,6 @@ __all__ = [
     "load",
     "load_full_state_dict",
     "save",
+    "save_in_background",
     "shard",
 ]

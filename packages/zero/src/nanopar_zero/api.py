@@ -163,7 +163,7 @@ def shard(
         reshard_after_forward=reshard_after_forward,
         loose=[(p, reduction_of(name)) for name, p in model.named_parameters() if name not in flat],
     )
-    return ZeroOptimizer(reducer, windows, inner, shards, rounding)
+    return ZeroOptimizer(reducer, windows, inner, shards, specs, rounding)
 
 
 class _Key(NamedTuple):

@@ -183,6 +183,12 @@ class Bucket:
 
     # -------------------------------------------------------------------------------------------------- gradients
 
+    def accumulate_locally(self, on: bool) -> None:
+        """Whether ``p.grad`` is of ``reduce_dtype``, so that passes can add up in it."""
+        for member in self.members:
+            if member.grad is None:
+                member.grad_dtype = self.reduce_dtype if on else self.parameters.dtype
+
     def expect_gradients(self) -> None:
         """A backward pass begins: wait for every member. What earlier passes have reduced stays where it is."""
         self.waiting = set(range(len(self.members)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanopar_core import global_norm
+from nanopar_core import ParamSpec, global_norm
 from nanopar_zero.buckets import Bucket
 from nanopar_zero.layout import Run
 from nanopar_zero.reducer import Reducer
@@ -59,6 +59,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         windows: Windows,
         inner: torch.optim.Optimizer,
         shards: Sequence[FlatShard],
+        specs: Mapping[str, ParamSpec],
         rounding: Rounding | None = None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -66,6 +67,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.windows = windows
         self.inner = inner
         self.shards = list(shards)
+        self.specs = dict(specs)  # by first names
+        self.stages = next((spec.stages for spec in self.specs.values() if spec.stages is not None), None)
         self.skipped = False  # by the last step, on all ranks alike: its gradients were not finite (fp16)
         self._scaler = reducer.scaler
         self._rounding = rounding
@@ -160,8 +163,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return norm
 
     def _norm(self) -> Tensor:
-        reduced = ((bucket.reduced, bucket.reduction.norm_axes) for bucket in self.reducer.buckets)
-        return global_norm((gradient, axes) for gradient, axes in reduced if gradient is not None)
+        pieces = []
+        for bucket in self.reducer.buckets:
+            if bucket.reduced is not None:
+                counts = self._is_counted_here(bucket)
+                pieces.append((bucket.reduced if counts else bucket.reduced[:0], bucket.reduction.norm_axes))
+        return global_norm(pieces, stages=self.stages)
+
+    def _is_counted_here(self, bucket: Bucket) -> bool:
+        """Of a weight that several stages share, the first one counts."""
+        if self.stages is None:
+            return True
+        shared = (axis for axis in bucket.reduction.more_axes if set(axis.ranks) <= set(self.stages.ranks))
+        return all(axis.rank == 0 for axis in shared)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for all but the last micro-batch of a step.
@@ -183,13 +197,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """After ``step``, before weights are read otherwise than by the model's forward: let them arrive."""
         self.windows.wait()
 
-    def hold(self) -> None:
-        """Stage 3: keep gathered units whole over several micro-batches, until ``step``, and on until ``release``."""
+    def hold(self, *, gradients: bool = False) -> None:
+        """Stage 3: keep gathered units whole over several micro-batches, until ``step``, and on until ``release``.
+
+        ``gradients``, in stages 2 and 3: within ``no_sync`` whole gradients add up on this rank too, as in stages 0 and
+        1, so that they are reduced once: for a pipeline, whose weights are whole for as long.
+        """
         self.windows.hold()
+        if gradients:
+            self.reducer.keep_local()
 
     def release(self) -> None:
         """End ``hold`` and free the units."""
         self.windows.release()
+        self.reducer.keep_local(False)
 
     def close(self) -> None:
         """Remove all hooks; the model stays usable and keeps its present weights, whole. Called on all ranks."""

@@ -81,7 +81,8 @@ class Reducer:
         self.buckets = list(buckets)
         self.scaler = scaler
         self.windows: weakref.ref[Windows] | None = None  # once there are any
-        self._keeps_local, self._by_units = keeps_local, by_units
+        self._always_local = self._keeps_local = keeps_local
+        self._by_units = by_units
         self._synchronizing = True
         self._backward = NO_BACKWARD
         self._nested = False
@@ -105,6 +106,14 @@ class Reducer:
         finally:
             self._synchronizing = before
 
+    def keep_local(self, on: bool = True) -> None:
+        """Let gradients add up on this rank under ``no_sync``, or not any more; in stages 0 and 1 they always do."""
+        if self._always_local or on == self._keeps_local:
+            return
+        self._keeps_local = on
+        for bucket in self.buckets:
+            bucket.accumulate_locally(on)
+
     def begin_backward(self) -> None:
         """The first gradient of a pass is on its way, to the model's output or to a parameter; nothing is added yet."""
         if self._backward != NO_BACKWARD or not self._hooks.alive:
@@ -120,7 +129,7 @@ class Reducer:
 
     def send(self, buckets: Iterable[Bucket]) -> None:
         """Stage 3: no more gradients will come for these buckets."""
-        if self._backward != NO_BACKWARD:
+        if self._backward != NO_BACKWARD and self._synchronizing:
             for bucket in buckets:
                 if bucket.state is State.COLLECTING:
                     self._start(bucket)

@@ -2,7 +2,7 @@
 
     model                 units
     |- embed_tokens       1  a large embedding or linear layer by itself
-    |- layers             2, 3, 4  each child of a ModuleList or Sequential of repeated blocks
+    |- layers             2, 3, 4  each child of a list of repeated blocks
     |- norm               0  the root: small remainders, and parameters that several units share
     '- lm_head            5
 
@@ -89,7 +89,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _automatic(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Blocks and large layers below ``model``, outermost first, in model order."""
-    repeated = isinstance(model, (nn.ModuleList, nn.Sequential)) and _has_repeated_children(model)
+    repeated = _is_list(model) and _has_repeated_children(model)
     for child_name, child in model.named_children():
         name = prefix + child_name
         if not any(True for _ in child.parameters()):
@@ -99,6 +99,12 @@ def _automatic(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
             yield name, child
         else:
             yield from _automatic(child, name + ".")
+
+
+def _is_list(module: nn.Module) -> bool:
+    """A list of modules, or some members of one by their numbers, as a pipeline's stage has."""
+    some = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
+    return some or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _has_repeated_children(container: nn.Module) -> bool:
