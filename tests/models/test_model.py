@@ -68,7 +68,7 @@ def test_pipeline_plan_runs_module_by_module(model):
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     want = model(ids, attention_mask=mask).logits
-    values = {"input_ids": ids, "attention_mask": mask, "position_ids": None, "sample_ids": None}
+    values = {"input_ids": ids, "attention_mask": mask, "position_ids": None, "sample_ids": None, "cache": None}
     for name, (inputs, outputs) in model.pp_plan.items():
         module = model.get_submodule(name)
         for part in module if isinstance(module, nn.ModuleList) else [module]:

@@ -74,7 +74,7 @@ def test_ranks_and_microbatches_share_out_the_same_batch(
     # What the ranks count together, after the causal shift, is the count they divide by.
     counted = sum(int((micro.labels[:, 1:] != -100).sum()) for micro in flat)
     assert counted == batches.label_count(step)
-    places = sorted(int(place) for micro in flat for place in micro.sample_ids)
+    places = sorted(int(place) for micro in flat for place in micro.sample_ids.amax(1))
     assert len(set(places)) == len(places)
 
 
@@ -85,12 +85,12 @@ def test_sample_ids_do_not_depend_on_the_layout_and_never_repeat() -> None:
             int(row[0]): int(place)
             for part in parts
             for micro in part
-            for row, place in zip(micro.input_ids, micro.sample_ids, strict=True)
+            for row, place in zip(micro.input_ids, micro.sample_ids.amax(1), strict=True)
         }
 
     batches = Batches(examples(500), 24, seed=0)
     assert ids_by_row(1, 1) == ids_by_row(2, 3) == ids_by_row(4, 2)
-    everything = torch.cat([batches.local(step, 0, 1)[0].sample_ids for step in range(batches.steps_in(2))])
+    everything = torch.cat([batches.local(step, 0, 1)[0].sample_ids.amax(1) for step in range(batches.steps_in(2))])
     assert sorted(everything.tolist()) == list(range(len(everything)))
 
 
@@ -125,7 +125,7 @@ def test_padding_of_a_hand_made_batch() -> None:
     assert micro.input_ids.tolist() == [[7, 7, 7, 0, 0], [9, 9, 9, 9, 9]]
     assert micro.labels.tolist() == [[-100, -100, 7, -100, -100], [-100, -100, -100, 9, 9]]
     assert micro.attention_mask.tolist() == [[True, True, True, False, False], [True] * 5]
-    assert micro.sample_ids.tolist() == [40, 41]
+    assert micro.sample_ids.tolist() == [[40] * 3 + [0] * 2, [41] * 5]
     assert {micro.input_ids.dtype, micro.labels.dtype, micro.sample_ids.dtype} == {torch.int64}
 
 
@@ -175,9 +175,9 @@ def test_little_padding_and_equal_loads_on_gsm8k() -> None:
     for step in range(batches.steps_in(1)):
         for rank in range(2):
             [micro] = batches.local(step, rank, 2)
-            padding += int((~micro.attention_mask).sum())
+            padding += int((micro.attention_mask == 0).sum())
             padded[rank] += micro.input_ids.numel()
-            real[rank] += int(micro.attention_mask.sum())
+            real[rank] += int((micro.attention_mask > 0).sum())
     unsorted = [collate(found[first : first + 32], range(32)).attention_mask for first in range(0, len(found), 32)]
     waste_unsorted = float(np.mean([1 - float(mask.double().mean()) for mask in unsorted]))
     assert padding / sum(padded) < waste_unsorted / 2

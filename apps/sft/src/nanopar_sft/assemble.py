@@ -1,6 +1,7 @@
-"""From the configuration to tokenizer, model, rows and optimizer: the one place where strategies meet the model.
+"""From the configuration to tokenizer, rows, and the model in its layout.
 
-    load_chat -> read_rows -> build_model -> build_optimizer (nanopar_zero)
+    load_chat --> training_rows --> Batches
+    build_model (no storage yet) --> build_parallel (parallel.py) --> train_in, or answer_in: values and optimizer
 
 Whatever the user's files or keys get wrong is an ``InputError`` here, before anything is written.
 """
@@ -8,22 +9,26 @@ Whatever the user's files or keys get wrong is an ``InputError`` here, before an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nanopar_models as models
+import nanopar_pipeline as pipeline
 import nanopar_zero as zero
-from nanopar_core import Axis
+from nanopar_core import Axis, Mesh
 from nanopar_models.weights import read_config
+from nanopar_sft import layout
 from nanopar_sft.batches import Batches
 from nanopar_sft.chat import Chat, Encoded
-from nanopar_sft.config import Config
+from nanopar_sft.config import TWO_STAGES, Config
 from nanopar_sft.errors import InputError
+from nanopar_sft.parallel import ParallelModel, ValueOf
 from nanopar_sft.rows import Row, load_rows
 from nanopar_sft.synthetic import Difficulty
 from nanopar_sft.tokenizer import BUILTIN, load_tokenizer
@@ -60,54 +65,79 @@ def _rows(config: Config, source: str, split: str, count: int | None) -> list[Ro
     return load_rows(source, split, seed=config.seed, count=count, difficulty=difficulty)
 
 
-def build_model(config: Config, chat: Chat, *, meta: bool = False) -> models.PhiMoE:
-    """The model with its weights, in fp32 (the optimizer's masters); ``meta``: sizes only.
+def build_model(config: Config, chat: Chat, *, dtype: torch.dtype = torch.float32) -> models.PhiMoE:
+    """The model without storage, on the meta device, its frozen parameters frozen.
 
     Raises:
         InputError: no such model, damaged files, or a model that does not fit the other keys.
     """
+    shape = model_shape(config, chat)
+    model = models.PhiMoE(shape, device="meta", dtype=dtype)
+    _freeze(model, config.freeze)
+    return model
+
+
+def model_shape(config: Config, chat: Chat) -> models.PhiMoEConfig:
+    """The model's sizes and constants, with what our keys change.
+
+    Raises:
+        InputError: as ``build_model``.
+    """
     if config.model in PRESETS:
-        model = _from_preset(config, chat, meta)
+        changes: dict[str, Any] = {
+            "eos_token_id": tuple(sorted(chat.stop_ids)),
+            "pad_token_id": chat.tokenizer.pad_token_id,
+        }
+        if config.model == "nano":
+            changes["vocab_size"] = len(chat.tokenizer)
+        shape = models.PhiMoEConfig.preset(config.model, **changes)
     else:
-        model = _from_files(config, meta)
-    if len(chat.tokenizer) > model.config.vocab_size:
+        with _model_errors(config):
+            shape = read_config(models.checkpoint_folder(config.model))
+    shape = _changed(shape, config)
+    if len(chat.tokenizer) > shape.vocab_size:
         raise InputError(
-            f"the tokenizer has {len(chat.tokenizer)} tokens, the model {model.config.vocab_size}: they do not belong "
+            f"the tokenizer has {len(chat.tokenizer)} tokens, the model {shape.vocab_size}: they do not belong "
             "together; name the model's own with --tokenizer"
         )
-    if config.seq_len > model.config.max_position_embeddings:
+    if config.seq_len > shape.max_position_embeddings:
         raise InputError(
-            f"seq_len={config.seq_len} is longer than the model's {model.config.max_position_embeddings} positions"
+            f"seq_len={config.seq_len} is longer than the model's {shape.max_position_embeddings} positions"
         )
-    return model
+    return shape
 
 
-def _from_preset(config: Config, chat: Chat, meta: bool) -> models.PhiMoE:
-    changes: dict[str, Any] = {
-        "eos_token_id": tuple(sorted(chat.stop_ids)),
-        "pad_token_id": chat.tokenizer.pad_token_id,
-    }
-    if config.model == "nano":
-        changes["vocab_size"] = len(chat.tokenizer)
-    shape = _changed(models.PhiMoEConfig.preset(config.model, **changes), config)
-    model = models.PhiMoE(shape, device="meta" if meta else None)
-    if not meta:
-        model.init_weights(config.seed)
-    return model
+@contextmanager
+def values_of(config: Config, shape: models.PhiMoEConfig) -> Iterator[ValueOf]:
+    """The parameters' values, part by part: a preset's initial ones, or those in the model's files, in fp32.
+
+    Raises:
+        InputError: damaged files, or a tensor that is missing, unexpected or of another shape.
+    """
+    if config.model in PRESETS:
+
+        def initial(name: str, whole: tuple[int, ...], places: Sequence[Sequence[range]]) -> Tensor:
+            value = models.initial_value(name, whole, shape, config.seed)
+            for dim, ranges in enumerate(places):
+                if ranges != [range(whole[dim])]:
+                    value = torch.cat([value.narrow(dim, at.start, len(at)) for at in ranges], dim)
+            return value
+
+        yield initial
+        return
+    with _model_errors(config), models.opened(config.model) as weights:
+        yield lambda name, _whole, places: weights.read(name, places)
 
 
-def _from_files(config: Config, meta: bool) -> models.PhiMoE:
+@contextmanager
+def _model_errors(config: Config) -> Iterator[None]:
     try:
-        if meta:
-            return models.PhiMoE(_changed(read_config(models.checkpoint_folder(config.model)), config), device="meta")
-        loaded = models.load(config.model, dtype=torch.float32)
+        yield
+    except InputError:
+        raise
     except ValueError as error:
         hint = f" (presets: {', '.join(PRESETS)})" if not Path(config.model).exists() else ""
         raise InputError(f"model={config.model}: {error}{hint}") from None
-    model = models.PhiMoE(_changed(loaded.config, config), device="meta")
-    weights = loaded.state_dict()
-    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
-    return model
 
 
 def _changed(shape: models.PhiMoEConfig, config: Config) -> models.PhiMoEConfig:
@@ -130,22 +160,70 @@ def training_batches(config: Config, chat: Chat) -> tuple[Encoded, Batches]:
     return encoded, Batches(encoded.examples, config.batch_size, seed=config.seed)
 
 
-def training_model(config: Config, chat: Chat, *, meta: bool = False) -> models.PhiMoE:
-    """The model as it will be trained: checked against the layout, its frozen parameters frozen."""
-    model = build_model(config, chat, meta=meta)
-    _check_balancing_loss(model.config, (config.dp or 1) * config.microbatches)
-    _freeze(model, config.freeze)
-    return model
+def check_layout(config: Config, shape: models.PhiMoEConfig, *, training: bool) -> None:
+    """Refuse a layout that does not fit the model.
 
-
-def _check_balancing_loss(shape: models.PhiMoEConfig, parts: int) -> None:
-    """Refuse the batch-wide balancing loss where the batch is cut: its value would depend on the cut."""
-    if shape.output_router_logits and shape.router_aux_loss_coef > 0 and parts > 1:
+    Raises:
+        InputError: with the reason, and the layouts next to it that are possible.
+    """
+    wanted = config.layout()
+    if not training:  # any batch will do
+        wanted = dataclasses.replace(wanted, microbatches=1)
+    if why := layout.explained(wanted, shape, config.batch_size if training else wanted.batches, config.seq_len):
+        raise InputError(why)
+    parts = wanted.batches * wanted.cp * wanted.microbatches
+    if training and shape.output_router_logits and shape.router_aux_loss_coef > 0 and (parts > 1 or wanted.pp > 1):
         raise InputError(
             f"the model's router_aux_loss_coef is {shape.router_aux_loss_coef:g}: its balancing loss is one over the "
-            f"whole batch, and would change with the {parts} parts that dp x microbatches cut it into; set it to 0 in "
-            "the model's config.json, or use dp=1 and microbatches=1"
+            "whole batch, and would change with the parts that dp, cp, pp and microbatches cut it into; set it to 0 in the "
+            "model's config.json, or use none of these"
         )
+
+
+def model_to_train(config: Config, chat: Chat) -> models.PhiMoE:
+    """``build_model``, checked against layout and files before any rank communicates."""
+    model = build_model(config, chat)
+    check_layout(config, model.config, training=True)
+    _check_stages(config, model)
+    with values_of(config, model.config):
+        return model
+
+
+def model_to_answer(config: Config, chat: Chat) -> models.PhiMoE:
+    """Likewise, for what only evaluates and generates."""
+    model = build_model(config, chat)
+    check_layout(config, model.config, training=False)
+    with values_of(config, model.config):
+        return model
+
+
+def _check_stages(config: Config, model: models.PhiMoE) -> None:
+    """Every stage must have something to train."""
+    wanted = config.layout()
+    for rank in range(wanted.pp if wanted.pp > 1 and config.freeze else 0):
+        axis = Axis("pp", wanted.pp, rank, None, (tuple(range(wanted.pp)),), communicates=False)
+        placement = "v" if config.schedule in TWO_STAGES else "loop"
+        stages, _ = pipeline.split(model, None, axis, chunks=wanted.chunks, placement=placement)
+        if not any(parameter.requires_grad for stage in stages for parameter in stage.parameters()):
+            raise InputError(
+                f"freeze={','.join(config.freeze)} leaves rank {rank} of pp={wanted.pp} nothing to train: use fewer "
+                "pipeline ranks"
+            )
+
+
+def build_parallel(config: Config, model: models.PhiMoE) -> ParallelModel:
+    """The model divided as the configuration says; called on all ranks."""
+    wanted = config.layout()
+    sizes = {name: getattr(wanted, name) for name in layout.AXES}
+    return ParallelModel(
+        model,
+        wanted,
+        Mesh(**sizes, etp=wanted.etp),
+        schedule=config.schedule,
+        context_method=config.cp_method,
+        longest=config.seq_len,
+        recompute=config.recompute,
+    )
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -175,19 +253,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def build_optimizer(config: Config, model: nn.Module, axis: Axis) -> zero.ZeroOptimizer:
-    """Data parallelism over ``axis`` with fused AdamW; gradients are summed: each loss is a share of the step's."""
+def train_in(config: Config, parallel: ParallelModel, groups: list[dict[str, Any]], device: torch.device) -> None:
+    """Values and fused AdamW for a divided model; ``groups``: ``parameter_groups`` of the undivided one."""
     dtype = saved_dtype(config)
-    policy = None if dtype is torch.float32 else zero.PrecisionPolicy(param_dtype=dtype)
-    return zero.shard(
-        model,
-        lambda groups: torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True),
-        axis=axis,
-        stage=config.zero,
-        groups=parameter_groups(model, config.weight_decay),
-        policy=policy,
-        reduce="sum",
-    )
+    with values_of(config, parallel.model.config) as value_of:
+        parallel.shard(
+            lambda groups: torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True),
+            value_of,
+            stage=config.zero,
+            groups=groups,
+            policy=None if dtype is torch.float32 else zero.PrecisionPolicy(param_dtype=dtype),
+            device=device,
+        )
+
+
+def answer_in(config: Config, parallel: ParallelModel, device: torch.device) -> None:
+    """Values for a divided model that only evaluates and generates."""
+    with values_of(config, parallel.model.config) as value_of:
+        parallel.fill(value_of, device=device, dtype=saved_dtype(config))
 
 
 def saved_dtype(config: Config) -> torch.dtype:

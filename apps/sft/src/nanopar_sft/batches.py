@@ -41,30 +41,58 @@ class MicroBatch:
     Attributes:
         input_ids: [B, T] int64; padding is 0.
         labels: [B, T] int64; -100 where nothing is learned, padding too. Not shifted.
-        attention_mask: [B, T] bool; False on padding.
-        sample_ids: [B] int64; a row's place in the stream of all training rows, different for each time it is seen:
-            random numbers that are drawn by it are the same in every layout.
+        attention_mask: [B, T] int64; 0 on padding, else the number of the example in its row, from 1.
+        position_ids: [B, T] int64; from 0 in every example.
+        sample_ids: [B, T] int64; an example's place in the stream of all training rows, different for each time it is
+            seen: random numbers that are drawn by it are the same in every layout.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor
+    position_ids: torch.Tensor
     sample_ids: torch.Tensor
 
 
-def collate(examples: Sequence[Example], sample_ids: Sequence[int] | Indices) -> MicroBatch:
-    """Pad examples to the longest of them."""
-    shape = len(examples), max(len(example.input_ids) for example in examples)
-    input_ids = np.zeros(shape, np.int64)
-    labels = np.full(shape, IGNORED, np.int64)
-    mask = np.zeros(shape, np.bool_)
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        input_ids[row, :length] = example.input_ids
-        labels[row, :length] = example.labels
-        mask[row, :length] = True
-    arrays = input_ids, labels, mask, np.array(sample_ids, np.int64)
+def collate(examples: Sequence[Example], sample_ids: Sequence[int] | Indices, packed: int = 0) -> MicroBatch:
+    """One example a row, padded to the longest; or as many in a row as ``packed`` tokens take."""
+    rows = pack([len(example.input_ids) for example in examples], packed)
+    lengths = [sum(len(examples[number].input_ids) for number in row) for row in rows]
+    arrays = [np.zeros((len(rows), max(lengths)), np.int64) for _ in range(5)]
+    input_ids, labels, mask, positions, samples = arrays
+    labels[:] = IGNORED
+    for row, numbers in enumerate(rows):
+        start = 0
+        for document, number in enumerate(numbers, start=1):
+            example, length = examples[number], len(examples[number].input_ids)
+            place = slice(start, start + length)
+            input_ids[row, place] = example.input_ids
+            labels[row, place] = example.labels
+            mask[row, place] = document
+            positions[row, place] = np.arange(length)
+            samples[row, place] = sample_ids[number]
+            start += length
     return MicroBatch(*(torch.from_numpy(array) for array in arrays))
+
+
+def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which examples share a row: each goes into the first row that has room for it, the longest first; 0: none do.
+
+    >>> pack([5, 3, 2, 2], 7)
+    [[0, 2], [1, 3]]
+    """
+    if not room:
+        return [[number] for number in range(len(lengths))]
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        row = next((row for row, left in enumerate(free) if left >= lengths[number]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(room)
+        rows[row].append(number)
+        free[row] -= lengths[number]
+    return rows
 
 
 class Batches:
@@ -102,10 +130,11 @@ class Batches:
         """Tokens of the step's whole batch that the loss counts: what every rank divides its sum by."""
         return int(self._label_counts[self._rows(self._places(step))].sum())
 
-    def local(self, step: int, rank: int, size: int, microbatches: int = 1) -> list[MicroBatch]:
+    def local(self, step: int, rank: int, size: int, microbatches: int = 1, packed: int = 0) -> list[MicroBatch]:
         """The part of a step's batch that ``rank`` of ``size`` data-parallel ranks computes.
 
-        Every micro-batch holds equally many rows, and at any time all ranks compute rows of similar length.
+        Every micro-batch holds equally many examples, and at any time all ranks compute examples of similar length;
+        with ``packed`` (tokens) several of a micro-batch share a row.
 
         Raises:
             InputError: ``batch_size`` is not divisible by size * microbatches.
@@ -115,7 +144,7 @@ class Batches:
         rows = self._rows(places)
         parts = np.split(np.arange(self.batch_size), microbatches)
         return [
-            collate([self.examples[row] for row in rows[part]], places[part])
+            collate([self.examples[row] for row in rows[part]], places[part], packed)
             for part in (_dealt(part, rank, size) for part in parts)
         ]
 

@@ -1,6 +1,13 @@
 """Where a run keeps its checkpoints: ``output_dir/checkpoints/step-000100``; a directory of that name is whole."""
 
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+from nanopar_core import checkpoint
+from nanopar_sft.errors import InputError
 
 FOLDER = "checkpoints"
 
@@ -10,7 +17,47 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
     return output_dir / FOLDER / f"step-{step:06d}"
 
 
+def all_checkpoints(output_dir: Path) -> list[Path]:
+    """Those of a run, the newest first."""
+    found = [path for path in (output_dir / FOLDER).glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
+
+
 def newest_checkpoint(output_dir: Path) -> Path | None:
     """The checkpoint with the highest step."""
-    found = [path for path in (output_dir / FOLDER).glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    return next(iter(all_checkpoints(output_dir)), None)
+
+
+def newest_whole_checkpoint(output_dir: Path, note: Callable[[str], None]) -> Path | None:
+    """The newest one whose files are what was written; others are noted and passed over. Called on all ranks."""
+    for path in all_checkpoints(output_dir):
+        try:
+            checkpoint.verify(path)
+        except ValueError as error:
+            note(f"WARNING: passed over: {error}")
+        else:
+            return path
+    return None
+
+
+def checkpoint_of(resume: str, output_dir: Path) -> Path:
+    """The directory that the key ``resume`` names, by itself or as ``auto``.
+
+    Raises:
+        InputError: there is none.
+    """
+    if resume != "auto":
+        path = Path(resume)
+        if not path.is_dir():
+            raise InputError(f"resume={path}: no such checkpoint directory (use 'auto' for the newest in output_dir)")
+        return path
+    newest = newest_checkpoint(output_dir)
+    if newest is None:
+        raise InputError(f"resume=auto: there is no checkpoint in {output_dir}")
+    return newest
+
+
+def remove_old(output_dir: Path, keep: int | None) -> None:
+    """Remove all but the newest ``keep`` checkpoints; None keeps all."""
+    for path in all_checkpoints(output_dir)[keep:] if keep else ():
+        shutil.rmtree(path, ignore_errors=True)

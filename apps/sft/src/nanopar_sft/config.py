@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
@@ -32,6 +32,9 @@ from pydantic_settings import (
 )
 
 from nanopar_sft.errors import InputError
+
+if TYPE_CHECKING:
+    from nanopar_sft.layout import Layout
 
 DEFAULT_STEPS = 1200
 
@@ -61,16 +64,7 @@ class Planned:
 
 
 PLANNED: dict[str, Planned] = {
-    "dp_replicate": Planned("replicate data-parallel groups", 1),
-    "tp": Planned("run tensor parallelism", 1),
-    "sp": Planned("run sequence parallelism", False),
-    "cp": Planned("run context parallelism", 1),
-    "pp": Planned("run pipeline parallelism", 1),
-    "schedule": Planned("run pipeline schedules", "none"),
-    "ep": Planned("run expert parallelism", 1),
-    "etp": Planned("split experts over tensor-parallel ranks", 1),
     "offload": Planned("offload to host memory", "none"),
-    "packing": Planned("pack sequences", False),
     "profile_steps": Planned("profile steps", "none"),
 }
 
@@ -119,12 +113,15 @@ Betas = Annotated[tuple[Beta, Beta], NoDecode, CommaSeparated]
 
 # Which commands use a key.
 ALL = "train eval generate data export trace"
-MODEL = "train eval generate export trace"
+MODEL = "train eval generate export trace verify"
 DATA = "train eval data trace"
-RANKS = "train eval trace"
+RANKS = "train eval generate trace verify"
 DECODE = "train eval generate"
-STEP = "train trace"  # what one optimizer step depends on
+STEP = "train trace verify"  # what one optimizer step depends on
 COMPARE = "compare"
+LAYOUT = "Layout"  # the heading of the axes in --help
+SEVERAL_STAGES = ("interleaved", "zbv", "dualpipe_v")  # schedules with more than one stage on a rank
+TWO_STAGES = ("zbv", "dualpipe_v")
 
 
 class Config(BaseSettings):
@@ -208,6 +205,12 @@ class Config(BaseSettings):
     betas: Betas = key((0.9, 0.95), "Optimisation", STEP, "AdamW's two averaging factors")
     clip: OptionalFloat = key(1.0, "Optimisation", STEP, "largest global gradient norm (none: no clipping)", gt=0)
     freeze: Patterns = key((), "Optimisation", STEP, "name patterns of parameters not to train, as 'model.embed*'")
+    packing: bool = key(
+        False,
+        "Data",
+        STEP,
+        "put several examples of a micro-batch into a row of at most seq_len tokens, each seeing itself only",
+    )
     seed: int = key(0, "Optimisation", "train eval generate data trace", "of initial weights, data and sampling", ge=0)
 
     # Ranks and memory
@@ -215,10 +218,34 @@ class Config(BaseSettings):
         None,
         "Ranks and memory",
         f"{RANKS} {COMPARE}",
-        "ranks to start on this machine (none: dp); torchrun's number wins",
+        "ranks to start on this machine (none: as many as the layout needs); torchrun's number wins",
         ge=1,
     )
-    dp: OptionalInt = key(None, "Ranks and memory", RANKS, "data-parallel ranks (none: all)", ge=1)
+    dp: OptionalInt = key(None, LAYOUT, RANKS, "data-parallel ranks (none: all that the other axes leave)", ge=1)
+    dp_replicate: int = key(1, LAYOUT, RANKS, "copies of what dp divides, each with batches of its own", ge=1)
+    tp: int = key(1, LAYOUT, RANKS, "tensor-parallel ranks: each has some heads, and some width of every expert", ge=1)
+    sp: bool = key(
+        False, LAYOUT, RANKS, "sequence parallelism: ranks of tp divide the positions between the layers (less memory)"
+    )
+    cp: int = key(1, LAYOUT, RANKS, "context-parallel ranks: each has some positions of every sequence", ge=1)
+    cp_method: Literal["all_gather", "ulysses", "ring"] = key(
+        "all_gather", LAYOUT, STEP, "how attention reaches the positions of other ranks"
+    )
+    pp: int = key(1, LAYOUT, RANKS, "pipeline ranks: each has some of the layers; microbatches fill the pipeline", ge=1)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = key(
+        "1f1b", LAYOUT, STEP, "of the pipeline; python -m nanopar_pipeline draws them"
+    )
+    virtual_stages: OptionalInt = key(
+        None, LAYOUT, STEP, "stages on each pipeline rank (none: 2 where the schedule needs several, else 1)", ge=1
+    )
+    ep: int = key(1, LAYOUT, RANKS, "expert-parallel ranks, among those of dp, cp and tp: each has some experts", ge=1)
+    etp: OptionalInt = key(
+        None,
+        LAYOUT,
+        RANKS,
+        "tp (none): its ranks have a part of every expert's width; 1: whole experts, and tokens divided over tp",
+        ge=1,
+    )
     zero: int = key(
         0,
         "Ranks and memory",
@@ -285,6 +312,7 @@ class Config(BaseSettings):
         Path("runs/sft"), "Output", "train eval export trace compare", "directory for everything that is written"
     )
     save_every: OptionalInt = key(None, "Output", "train", "steps between checkpoints (none: no checkpoints)", ge=1)
+    keep: OptionalInt = key(None, "Output", "train", "newest checkpoints to keep (none: all)", ge=1)
     resume: OptionalText = key(
         None, "Output", "train export", "checkpoint directory, or auto for the newest one in output_dir"
     )
@@ -340,7 +368,30 @@ class Config(BaseSettings):
 
     def ranks(self, command: str) -> int:
         """The number of ranks that the keys ask for, when nothing else has started any."""
-        return self.nproc or self.dp or 1 if command in RANKS.split() else 1
+        if command not in RANKS.split():
+            return 1
+        return self.nproc or (self.dp or 1) * self._ranks_beside_dp
+
+    @property
+    def _ranks_beside_dp(self) -> int:
+        return self.pp * self.dp_replicate * self.cp * self.tp
+
+    def layout(self) -> Layout:
+        """The layout that the keys describe, once ``resolve`` has filled in ``dp``."""
+        from nanopar_sft.layout import Layout
+
+        return Layout(
+            pp=self.pp,
+            dp_replicate=self.dp_replicate,
+            dp=self.dp or 1,
+            cp=self.cp,
+            tp=self.tp,
+            ep=self.ep,
+            etp=self.tp if self.etp is None else self.etp,
+            sp=self.sp and self.tp > 1,
+            chunks=self.virtual_stages or (2 if self.schedule in SEVERAL_STAGES and self.pp > 1 else 1),
+            microbatches=self.microbatches,
+        )
 
     def warmup_steps(self, total_steps: int) -> int:
         """Steps of linear warm-up in a run of `total_steps`."""
@@ -396,14 +447,36 @@ class Config(BaseSettings):
             if world_size != 1:
                 raise InputError(f"{command} runs in one process, not in {world_size} ranks")
             return 1
-        if self.dp not in (None, world_size):
+        beside = self._ranks_beside_dp
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        if world_size % beside or self.dp not in (None, world_size // beside):
+            asked = " x ".join(filter(None, [f"dp={self.dp}" if self.dp else "", shown]))
+            needed = f"{(self.dp or 1) * beside} rank(s)" if self.dp else f"a multiple of {beside} ranks"
             raise InputError(
-                f"dp={self.dp} needs {self.dp} rank(s), but there would be {world_size}: make nproc (or torchrun's "
-                "--nproc-per-node) and dp equal, or leave dp out"
+                f"{asked} needs {needed}, but there would be {world_size}: make nproc (or torchrun's --nproc-per-node) "
+                "and the layout equal, or leave dp out"
             )
-        return world_size
+        self._check_axes()
+        return world_size // beside
 
-    def _check_training(self, dp: int) -> None:
+    def _check_axes(self) -> None:
+        """What the keys of the layout alone can get wrong."""
+        if self.sp and self.tp == 1:
+            raise InputError("sp=true divides sequences over the ranks of tp, but tp=1: use tp=2 or more, or sp=false")
+        if self.etp not in (None, 1, self.tp):
+            raise InputError(f"etp={self.etp} must be 1 or tp={self.tp}: a part of each expert's width, or none")
+        stages = self.virtual_stages
+        if self.schedule in TWO_STAGES and stages not in (None, 2):
+            raise InputError(f"schedule={self.schedule} has 2 stages on a rank, not virtual_stages={stages}")
+        if self.schedule not in SEVERAL_STAGES and stages not in (None, 1) and self.pp > 1 and self.schedule != "gpipe":
+            raise InputError(
+                f"schedule={self.schedule} has 1 stage on a rank, not virtual_stages={stages}: use schedule=interleaved"
+            )
+        if self.compile and (self.tp, self.cp, self.pp, self.ep) != (1, 1, 1, 1):
+            raise InputError("compile=true goes with dp and zero only, not with tp, cp, pp or ep")
+
+    def _check_training(self, world_size: int) -> None:
         if self.steps is not None and self.epochs is not None:
             raise InputError(f"steps={self.steps} and epochs={self.epochs:g} are both set: keep one of them")
         steps = DEFAULT_STEPS if self.steps is None and self.epochs is None else self.steps
@@ -412,7 +485,7 @@ class Config(BaseSettings):
                 f"warmup={self.warmup:g} leaves no step to train in steps={steps}: use fewer warm-up steps, "
                 "or a fraction such as 0.03"
             )
-        self._check_batch(dp, "dp")
+        self._check_batch(self.dp_replicate * (world_size // self._ranks_beside_dp), "dp x dp_replicate")
 
     def _check_batch(self, ranks: int, key_of_ranks: str) -> None:
         if self.batch_size % (ranks * self.microbatches):

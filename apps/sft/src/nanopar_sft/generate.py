@@ -17,7 +17,7 @@ def run(config: Config) -> None:
     """Answer ``config.prompt``; greedy with temperature 0, else sampled with ``config.seed``."""
     machine.set_threads(config.threads)
     chat = assemble.load_chat(config)
-    model = assemble.build_model(config, chat)
+    model = assemble.model_to_answer(config, chat)
     prompt = chat.encode_prompt([Message("user", config.prompt or "")])
     room = model.config.max_position_embeddings - len(prompt)
     if config.max_new_tokens > room:
@@ -25,28 +25,35 @@ def run(config: Config) -> None:
             f"a prompt of {len(prompt)} tokens and max_new_tokens={config.max_new_tokens} do not fit the model's "
             f"{model.config.max_position_embeddings} positions"
         )
-    with core.launch(seed=config.seed) as world:
-        model.to(world.device, assemble.saved_dtype(config))
+    with core.launch(timeout_s=config.timeout_s, seed=config.seed) as world:
+        parallel = assemble.build_parallel(config, model)
+        assemble.answer_in(config, parallel, world.device)
         written: list[int] = []
         shown = ""
 
         def show(token: Tensor) -> None:
             nonlocal shown
+            if world.rank:
+                return
             written.append(int(token))
             text = chat.decode(written)
             if not text.endswith("\ufffd"):  # the first bytes of a character
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
 
-        models.generate(
-            model,
-            torch.tensor([prompt], device=world.device),
-            max_new_tokens=config.max_new_tokens,
-            stop_ids=sorted(chat.stop_ids),
-            temperature=config.temperature,
-            top_p=config.top_p if config.top_p < 1 else None,
-            generator=torch.Generator(world.device).manual_seed(config.seed),
-            on_token=show,
-        )
-        print(chat.decode(written)[len(shown) :])
-        sys.stdout.flush()
+        with parallel.whole():
+            models.generate(
+                model,
+                torch.tensor([prompt], device=world.device),
+                max_new_tokens=config.max_new_tokens,
+                stop_ids=sorted(chat.stop_ids),
+                temperature=config.temperature,
+                top_p=config.top_p if config.top_p < 1 else None,
+                generator=torch.Generator(world.device).manual_seed(config.seed),
+                on_token=show,
+                next_logits=parallel.next_logits,
+                is_over=parallel.is_over,
+            )
+        if world.rank == 0:
+            print(chat.decode(written)[len(shown) :])
+            sys.stdout.flush()

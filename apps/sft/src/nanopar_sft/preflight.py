@@ -15,8 +15,11 @@ def check(command: str, config: Config) -> None:
     Data files are read here row by row, so that a malformed row is named before ranks start; what takes a download, or
     the reading of weights, is left to the ranks, which also write nothing before they have read it.
     """
-    if command in ("train", "eval", "generate", "trace"):
+    if command in ("train", "eval", "generate", "trace", "verify"):
         _check_model(config.model)
+    if command in ("train", "eval", "generate", "trace", "verify") and _is_here(config.model):
+        training = command in ("train", "trace", "verify")
+        assemble.check_layout(config, assemble.model_shape(config, assemble.load_chat(config)), training=training)
     if command in ("train", "eval", "data", "trace"):
         _check_data(command, config)
     if command in ("train", "trace") and config.compile:
@@ -40,6 +43,11 @@ def _check_model(model: str) -> None:
             f"model={model}: neither a preset ({', '.join(assemble.PRESETS)}), nor a directory, nor a hub id like "
             f"owner/name; did you mean {guess}?"
         )
+
+
+def _is_here(model: str) -> bool:
+    """Whether its sizes can be read without a download."""
+    return model in assemble.PRESETS or (Path(model) / "config.json").is_file()
 
 
 def _check_workload(config: Config) -> None:

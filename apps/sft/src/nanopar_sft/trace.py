@@ -10,6 +10,7 @@ The JSON files open in chrome://tracing or https://ui.perfetto.dev. Each collect
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ def run(config: Config) -> None:
     machine.set_threads(config.threads)
     chat = assemble.load_chat(config)
     _, batches = assemble.training_batches(config, chat)
-    model = assemble.training_model(config, chat)
+    model = assemble.model_to_train(config, chat)
     with core.launch(timeout_s=config.timeout_s, seed=config.seed) as world:
         trainer = Trainer(config, world, model, chat, batches, [], WARM_UP_STEPS + 1)
         with core.ledger() as book:
@@ -41,7 +42,7 @@ def run(config: Config) -> None:
             folder = config.output_dir / FOLDER
             folder.mkdir(parents=True, exist_ok=True)
             _profile(trainer, book, folder / f"rank-{world.rank}.json")
-        sent = _sent_by_each_rank(book, trainer.mesh.dp)
+        sent = _sent_by_each_rank(book, trainer.parallel.axes.world)
     if world.rank == 0:
         _print(sent, world.size, folder)
 
@@ -59,11 +60,15 @@ def _profile(trainer: Trainer, book: Ledger, file: Path) -> None:
 
 
 def _sent_by_each_rank(book: Ledger, axis: core.Axis) -> dict[tuple[str, str, str], list[Total]]:
-    """What every rank sent, by (op, axis, call site); ranks issue the same collectives, so the sites are the same."""
-    sites = sorted(book.by_site().items())
-    mine = torch.tensor([[[total.calls, total.bytes] for _, total in sites]], dtype=torch.int64).view(1, len(sites), 2)
-    everybody = core.all_gather(mine, axis, sizes=[1] * axis.size, label="trace")
-    return {name: [Total(*counts) for counts in everybody[:, row].tolist()] for row, (name, _) in enumerate(sites)}
+    """What every rank sent, by (op, axis, call site); a pipeline's stages send different things."""
+    mine = [[*site, total.calls, total.bytes] for site, total in sorted(book.by_site().items())]
+    data = torch.frombuffer(bytearray(json.dumps(mine).encode() + b"\n"), dtype=torch.uint8)
+    lines = bytes(core.all_gather(data, axis, label="trace").tolist()).decode().splitlines()
+    sent: dict[tuple[str, str, str], list[Total]] = {}
+    for rank, line in enumerate(lines):
+        for op, name, site, calls, size in json.loads(line):
+            sent.setdefault((op, name, site), [Total()] * len(lines))[rank] = Total(calls, size)
+    return sent
 
 
 def _print(sent: dict[tuple[str, str, str], list[Total]], ranks: int, folder: Path) -> None:
@@ -73,10 +78,10 @@ def _print(sent: dict[tuple[str, str, str], list[Total]], ranks: int, folder: Pa
     for column in ("calls", *(f"rank {rank}" for rank in range(ranks))):
         table.add_column(column, justify="right")
     for name, totals in sent.items():
-        table.add_row(*name, str(totals[0].calls), *(f"{total.bytes:,}" for total in totals))
+        table.add_row(*name, str(max(total.calls for total in totals)), *(f"{total.bytes:,}" for total in totals))
     table.add_section()
     sums = [sum((totals[rank] for totals in sent.values()), Total()) for rank in range(ranks)]
-    table.add_row("all", "", "", str(sums[0].calls), *(f"{total.bytes:,}" for total in sums))
+    table.add_row("all", "", "", str(max(total.calls for total in sums)), *(f"{total.bytes:,}" for total in sums))
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(f"timelines: {folder}/rank-*.json, for chrome://tracing or https://ui.perfetto.dev")

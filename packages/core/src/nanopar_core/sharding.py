@@ -134,7 +134,9 @@ def split_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, Param
 
 def merge_state_dict(state_dict: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> dict[str, Tensor]:
     """Whole weights out of the ranks' parts, on every rank; all of them call it. What is not divided is not copied."""
-    return {name: whole_parameter(value, specs.get(name, ParamSpec()), label=name) for name, value in state_dict.items()}
+    return {
+        name: whole_parameter(value, specs.get(name, ParamSpec()), label=name) for name, value in state_dict.items()
+    }
 
 
 def _joined(part: Tensor, shard: Shard, label: str) -> Tensor:

@@ -16,6 +16,7 @@ from nanopar_models.phi_moe import PhiMoE as PhiMoE
 from nanopar_models.weights import checkpoint_folder as checkpoint_folder
 from nanopar_models.weights import load as load
 from nanopar_models.weights import load_parts as load_parts
+from nanopar_models.weights import opened as opened
 from nanopar_models.weights import save as save
 from nanopar_models.weights import save_state_dict as save_state_dict
 
@@ -30,6 +31,7 @@ __all__ = [
     "load",
     "load_parts",
     "next_token_labels",
+    "opened",
     "save",
     "save_state_dict",
 ]

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from nanopar_models.cache import KVCache
 from nanopar_models.phi_moe import PhiMoE
 
+NextLogits = Callable[[Tensor, Tensor, Tensor, KVCache], Tensor]
+
 
 @torch.no_grad()
 def generate(
@@ -31,6 +33,8 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     on_token: Callable[[Tensor], None] | None = None,
+    next_logits: NextLogits | None = None,
+    is_over: Callable[[bool], bool] = bool,
 ) -> Tensor:
     """New tokens ``[B, n]``, n <= ``max_new_tokens``, after the prompts ``input_ids`` ``[B, S]``.
 
@@ -39,6 +43,10 @@ def generate(
     ``temperature`` 0 takes the likeliest token; otherwise tokens are sampled (from the ``top_k`` likeliest, then from
     the likeliest whose probabilities reach ``top_p``), with ``generator`` if given. ``on_token`` receives each step's
     tokens ``[B]``. The model is put in evaluation mode meanwhile.
+
+    Where several ranks share the work: ``next_logits(tokens [B, s], positions [B, s], mask [B, past + s], cache)`` runs
+    the model on further tokens and gives the last one's logits ``[B, V]``; ``is_over`` learns after every token whether
+    all rows have ended, and says whether to stop.
     """
     batch, length = input_ids.shape
     _check(input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p)
@@ -54,8 +62,7 @@ def generate(
             if limit is not None and cache.length <= limit < tokens.shape[1]:
                 cache = KVCache(length + max_new_tokens)  # LongRoPE turns the past differently from here on
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, cache.length :].to(device)
-            hidden = model.model(tokens[:, cache.length :], positions, mask, cache=cache)
-            logits = model.lm_head(hidden[:, -1:])[:, 0]
+            logits = (next_logits or _run(model))(tokens[:, cache.length :], positions, mask, cache)
             chosen = choose_token(logits, temperature, top_k, top_p, generator).masked_fill(finished, pad_id)
             tokens = torch.cat((tokens, chosen[:, None]), 1)
             finished = finished | torch.isin(chosen, stops)
@@ -63,9 +70,18 @@ def generate(
             mask = torch.cat((mask, (~finished).long().cpu()[:, None]), 1)
             if on_token is not None:
                 on_token(chosen)
-            if bool(finished.all()):
+            if is_over(bool(finished.all())):
                 break
     return tokens[:, length:]
+
+
+def _run(model: PhiMoE) -> NextLogits:
+    def next_logits(tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        hidden = model.model(tokens, positions, mask, cache=cache)
+        logits: Tensor = model.lm_head(hidden[:, -1:])[:, 0]
+        return logits
+
+    return next_logits
 
 
 def _check(

@@ -55,6 +55,8 @@ def token_layout(
 ) -> TokenLayout:
     """The layout of ``hidden_BSD`` (only its shape, dtype and device matter), which follows ``past`` cached tokens.
 
+    Its length is that of ``position_ids`` where they are given: a strategy may have divided ``hidden_BSD`` along S.
+
     ``make_mask`` (documents, length, past, window, device) is that of the attention cores; `attention_mask` is ours.
 
     ``position_ids`` (``[B, S]`` or ``[1, S]``) default to 0, 1, ... after the cached ones, padding or not.
@@ -64,8 +66,9 @@ def token_layout(
     device = hidden_BSD.device
     if position_ids is None:
         position_ids = torch.arange(past, past + length, device=device)[None]
-    elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+    elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch):
         raise ValueError(f"position_ids must be [{batch}, {length}] or [1, {length}], got {list(position_ids.shape)}")
+    length = position_ids.shape[1]
     documents = _host_documents(attention_mask, batch, past + length)
     if sample_ids is not None:
         sample_ids = sample_ids.reshape(batch, -1).expand(batch, length).to(device)

@@ -103,15 +103,15 @@ class DecoderLayer(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         sample_ids: Tensor | None = None,
+        cache: KVCache | None = None,
         *,
         layout: TokenLayout | None = None,
-        cache: KVCache | None = None,
         router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """``hidden_states`` ``[B, S, D]`` through the layer.
 
-        ``layout`` saves working it out again from the three arguments before it, which a pipeline stage passes. The
-        router's logits are appended to ``router_logits``.
+        ``layout`` saves working it out again from the arguments before it, which a pipeline stage passes. The router's
+        logits are appended to ``router_logits``.
         """
         if layout is None:
             past = cache.length if cache is not None else 0
@@ -156,6 +156,9 @@ class PhiMoEBody(nn.Module):
         router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Final hidden states ``[B, S, D]``; arguments as in `PhiMoE.forward`."""
+        if position_ids is not None and position_ids.shape[-1] != input_ids.shape[1]:
+            shape = list(input_ids.shape)
+            raise ValueError(f"position_ids must be {shape} or [1, {shape[1]}], got {list(position_ids.shape)}")
         hidden: Tensor = self.embed_tokens(input_ids)
         past = cache.length if cache is not None else 0
         make_mask = cast(DecoderLayer, self.layers[0]).self_attn.make_mask  # all layers' cores are alike
@@ -303,10 +306,10 @@ class PhiMoE(nn.Module):
     def pp_plan(self) -> dict[str, tuple[list[str], list[str]]]:
         """Modules in order of execution with the names of their inputs and outputs, from the model's root.
 
-        Every module takes exactly these inputs in this order. ``position_ids``, ``attention_mask`` and ``sample_ids``
-        belong to the batch and may be None.
+        Every module takes exactly these inputs in this order. ``position_ids``, ``attention_mask``, ``sample_ids`` and
+        ``cache`` belong to the batch and may be None; positions are needed where sequences are divided.
         """
-        batch = ["position_ids", "attention_mask", "sample_ids"]
+        batch = ["position_ids", "attention_mask", "sample_ids", "cache"]
         return {
             "model.embed_tokens": (["input_ids"], ["hidden_states"]),
             "model.layers": (["hidden_states", *batch], ["hidden_states"]),

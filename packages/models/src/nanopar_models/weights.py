@@ -129,23 +129,52 @@ def load_parts(
     ``dtype`` (default: as stored) on ``device`` (default: CPU). Raises ``ValueError`` as `load` does, and for a part of
     another shape than the model's.
     """
+    with opened(path_or_hub_id) as weights:
+        state = {}
+        for name, parameter in model.named_parameters():
+            ranges = places.get(name, [[range(length)] for length in weights.shape(name)])
+            part = [sum(map(len, of_dim)) for of_dim in ranges]
+            if part != list(parameter.shape):
+                raise ValueError(f"{name} is {list(parameter.shape)} here, but its places make {part}")
+            state[name] = weights.read(name, ranges).to(device=device or "cpu", dtype=dtype)
+    model.load_state_dict(state, assign=True)
+
+
+class Weights:
+    """The weights of a directory by their names in memory, read one by one."""
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], sources: "dict[str, list[Piece]]", files: "dict[str, _File]"
+    ) -> None:
+        self._shapes, self._sources, self._files = shapes, sources, files
+
+    def shape(self, name: str) -> list[int]:
+        """That of the whole parameter."""
+        return list(self._shapes[name])
+
+    def read(self, name: str, ranges: Sequence[Sequence[range]] | None = None) -> Tensor:
+        """What lies at these places of a parameter, several ranges of each dim one after the other; default: all."""
+        shape, pieces = self.shape(name), self._sources[name]
+        ranges = [[range(length)] for length in shape] if ranges is None else ranges
+        stored = _DTYPES[self._files[pieces[0].name].tensor(pieces[0].name).get_dtype()]
+        out = torch.empty([sum(map(len, of_dim)) for of_dim in ranges], dtype=stored)
+        for piece in pieces:
+            _read(self._files[piece.name].handle, piece, shape, ranges, out)
+        return out
+
+
+@contextlib.contextmanager
+def opened(path_or_hub_id: str | Path) -> Iterator[Weights]:
+    """The weights of a directory or hub id, valid inside the block; nothing is read yet.
+
+    Raises ``ValueError`` as `load` does.
+    """
     folder = checkpoint_folder(path_or_hub_id)
     whole = PhiMoE(read_config(folder), device="meta")
     with contextlib.ExitStack() as stack:
         files = _open_files(folder, stack)
-        sources = _match(whole, files, folder)
-        state = {}
-        for name, parameter in model.named_parameters():
-            shape = whole.get_parameter(name).shape
-            ranges = places.get(name, [[range(length)] for length in shape])
-            part = [sum(map(len, of_dim)) for of_dim in ranges]
-            if part != list(parameter.shape):
-                raise ValueError(f"{name} is {list(parameter.shape)} here, but its places make {part}")
-            stored = _DTYPES[files[sources[name][0].name].tensor(sources[name][0].name).get_dtype()]
-            state[name] = torch.empty(part, dtype=dtype or stored, device=device or "cpu")
-            for piece in sources[name]:
-                _read(files[piece.name].handle, piece, shape, ranges, state[name])
-    model.load_state_dict(state, assign=True)
+        shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+        yield Weights(shapes, _match(whole, files, folder), files)
 
 
 def _read(handle: Any, piece: Piece, shape: Sequence[int], ranges: Sequence[Sequence[range]], target: Tensor) -> None:

@@ -93,7 +93,7 @@ class Schedule:
         return as_text(self.simulate())
 
 
-def gpipe(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def gpipe(ranks: int, chunks: int, microbatches: int, placement: str = "loop") -> Schedule:
     """All forwards, then all backwards ("GPipe", Huang et al. 2019). All micro-batches are live at once.
 
     rank 0 |F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0 .  B1 .  B2 .  B3 .
@@ -102,13 +102,14 @@ def gpipe(ranks: int, chunks: int, microbatches: int) -> Schedule:
     rank 3 |.  .  .  F0 F1 F2 F3 B0 .  B1 .  B2 .  B3 .
     """
     _check_numbers(ranks, chunks, microbatches)
+    shape = Schedule([[] for _ in range(ranks)], chunks, 0, placement)
     actions = []
     for rank in range(ranks):
-        stages = range(rank, ranks * chunks, ranks)
+        stages = shape.stages_of(rank)
         forwards = [Action(stage, "F", number) for stage in stages for number in range(microbatches)]
         backwards = [Action(stage, "B", number) for stage in reversed(stages) for number in range(microbatches)]
         actions.append(forwards + backwards)
-    return Schedule(actions, chunks, microbatches, name="gpipe")
+    return Schedule(actions, chunks, microbatches, placement, name="gpipe")
 
 
 def one_f_one_b(ranks: int, chunks: int, microbatches: int) -> Schedule:

@@ -22,6 +22,8 @@ from nanopar_tensor.loss import VocabParallelLoss as VocabParallelLoss
 from nanopar_tensor.loss import cross_entropy as cross_entropy
 from nanopar_tensor.parallelize import parallelize as parallelize
 from nanopar_tensor.plan import plan_of as plan_of
+from nanopar_tensor.whole import set_sequence_length as set_sequence_length
+from nanopar_tensor.whole import whole_sequences as whole_sequences
 
 __all__ = [
     "ContextAttention",
@@ -34,7 +36,9 @@ __all__ = [
     "merge_state_dict",
     "parallelize",
     "plan_of",
+    "set_sequence_length",
     "split_positions",
     "split_sequence",
     "split_state_dict",
+    "whole_sequences",
 ]

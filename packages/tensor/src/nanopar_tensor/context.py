@@ -94,16 +94,23 @@ class ContextAttention(nn.Module):
     Args:
         axis: of the context-parallel ranks.
         method: "all_gather", "ulysses" or "ring".
+        core: what it takes the place of.
+
+    Attributes:
+        is_whole: while True, ``core`` attends to whole sequences, which this rank has for itself.
 
     Raises:
         ValueError: an unknown method.
     """
 
-    def __init__(self, axis: Axis, method: str = "all_gather", label: str = "attention") -> None:
+    def __init__(
+        self, axis: Axis, method: str = "all_gather", label: str = "attention", core: nn.Module | None = None
+    ) -> None:
         super().__init__()
         if method not in METHODS:
             raise ValueError(f"context method {method!r}: there are {', '.join(METHODS)}")
         self.axis, self.method, self.label = axis, method, label
+        self.is_whole, self._core = False, (core,)  # in a tuple: no sub-module, whose names would be new
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask | None = None, scale: float | None = None
@@ -114,6 +121,11 @@ class ContextAttention(nn.Module):
             ValueError: not the same even number of queries and keys, as with cached keys, or heads that "ulysses"
                 cannot divide.
         """
+        if self.is_whole:
+            [core] = self._core
+            assert core is not None
+            whole: Tensor = core(q, k, v, mask)
+            return whole
         if q.shape[2] != k.shape[2] or q.shape[2] % 2:
             raise ValueError(
                 f"context parallelism needs the same even number of queries and keys on a rank (split_sequence sees to "
@@ -122,17 +134,24 @@ class ContextAttention(nn.Module):
         q, k, v = (cast_for_autocast(q)(x) for x in (q, k, v))  # what is sent, too
         return METHODS[self.method](q, k, v, self.axis, mask, scale, self.label)
 
-    def make_mask(
+    @property
+    def make_mask(self) -> Callable[..., Any]:
+        """What makes the ``mask`` that the layers' cores are given; none (``AttributeError``) if ``core`` has none."""
+        return self._core[0].make_mask if self.is_whole else self._make_mask  # type: ignore[union-attr, return-value]
+
+    def _make_mask(
         self, documents: Tensor | None, length: int, past: int, window: int | None, device: torch.device
     ) -> ContextMask | None:
-        """What the layers' cores are given as ``mask``: this rank's documents, put together with those of the others.
+        """This rank's documents, put together with those of the others.
 
         Args:
             documents: ``[B, S/N]``: 0 for padding, equal numbers for one document; None, on all ranks or on none (they
                 gather it here), for neither.
         """
         if past:
-            raise ValueError("context parallelism cannot use cached keys: generate from a model that is not divided")
+            raise ValueError(
+                "context parallelism cannot use cached keys: generate under nanopar_tensor.whole_sequences"
+            )
         if window is not None and window >= length * self.axis.size:
             window = None
         whole = None if documents is None else self.gather_documents(documents.to(device))
@@ -155,7 +174,9 @@ def give_positions(model: nn.Module, axis: Axis) -> None:
     """Have ``model`` called with this rank's positions where none are given, and refuse labels that it would shift."""
     signature = inspect.signature(model.forward)
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if any(isinstance(core, ContextAttention) and core.is_whole for core in module.modules()):
+            return args, kwargs
         more = named_arguments(signature, args, kwargs)
         if more.get("labels") is not None and more.get("shift_labels") is None:
             raise ValueError(

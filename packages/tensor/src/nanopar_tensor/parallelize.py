@@ -56,6 +56,7 @@ def parallelize(
     sequence: bool = False,
     context_axis: Axis | DeviceMesh | ProcessGroup | None = None,
     context_method: str = "all_gather",
+    longest: int | None = None,
 ) -> dict[str, ParamSpec]:
     """Divide ``model`` over the ranks of ``axis``, in place; all ranks hold the same whole model before.
 
@@ -74,6 +75,8 @@ def parallelize(
             ``split_sequence`` has split. Modules of style ``attention_core`` are replaced by ``ContextAttention``;
             a Hugging Face model takes it as its attention function.
         context_method: "all_gather", "ulysses" or "ring" (see ``nanopar_tensor.context``).
+        longest: no sequence that the model will be given has more positions. With ``context_axis``, needed where rotary
+            positions depend on the longest one (LongRoPE), which they do beyond the original length only.
 
     Returns:
         The specs of the parameters that the plan names, for ``nanopar_zero.shard``, clipping and checkpoints; of a tied
@@ -85,8 +88,8 @@ def parallelize(
             heads that the ranks do not divide, a module of a kind that the style does not fit, hooks on what is
             replaced, tied weights that only one of their modules divides; with ``sequence`` no ``sequence_parallel``
             module, or parameters beside these that the plan does not name; with ``context_axis`` no
-            ``attention_core`` in a model that is not Hugging Face's, or rotary positions that depend on the longest one
-            (LongRoPE).
+            ``attention_core`` in a model that is not Hugging Face's, or rotary positions that may depend on the longest
+            one.
     """
     axis = as_axis(axis, "tp")
     context = None if context_axis is None else as_axis(context_axis, "cp")
@@ -99,7 +102,7 @@ def parallelize(
     _check_dropout(model)
     cores = [name for name, style in styles.items() if style == CORE_STYLE]
     if context is not None:
-        _check_context(model, cores, context, context_method)
+        _check_context(model, cores, context, context_method, longest)
         if context.size > 1 or context.communicates:
             _divide_context(model, cores, context, context_method)
     if axis.size == 1 and not axis.communicates:
@@ -108,7 +111,7 @@ def parallelize(
     return {name: specs[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in specs}
 
 
-def _check_context(model: nn.Module, cores: list[str], axis: Axis, method: str) -> None:
+def _check_context(model: nn.Module, cores: list[str], axis: Axis, method: str, longest: int | None) -> None:
     ContextAttention(axis, method)  # an unknown method is its error
     if not cores and not has_attention_interface(model):
         raise ValueError(
@@ -119,16 +122,22 @@ def _check_context(model: nn.Module, cores: list[str], axis: Axis, method: str) 
     scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
     kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else type(scaling).__name__
     if scaling is not None and kind in BY_LONGEST_POSITION:
-        raise ValueError(
-            f"context_axis: rotary positions of type {kind} depend on the longest position in a batch, of which each "
-            "rank knows only its own part; such a model cannot be divided along the sequence"
-        )
+        name = "original_max_position_embeddings"
+        stored = scaling.get(name) if isinstance(scaling, Mapping) else getattr(scaling, name, None)
+        original = stored or getattr(config, name, None)
+        if longest is None or original is None or longest > original:
+            raise ValueError(
+                f"context_axis: rotary positions of type {kind} depend on the longest position in a batch, of which "
+                f"each rank knows only its own part; give longest, of at most {original} positions, if no sequence has "
+                "more"
+            )
 
 
 def _divide_context(model: nn.Module, cores: list[str], axis: Axis, method: str) -> None:
     for name in cores:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, ContextAttention(axis, method, label=name))
+        owner = model.get_submodule(parent)
+        setattr(owner, child, ContextAttention(axis, method, label=name, core=getattr(owner, child)))
     if not cores:
         divide_attention(model, axis, method)
     give_positions(model, axis)

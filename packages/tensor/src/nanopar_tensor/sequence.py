@@ -86,10 +86,14 @@ class WholeSequence:
 
 
 class DividedSequence:
-    """Sequence parallelism: every rank has some positions. Knows the length of the sequence that was scattered last."""
+    """Sequence parallelism: every rank has some positions. Knows the length of the sequence that was scattered last.
+
+    While ``is_whole`` every rank has all positions, as without sequence parallelism.
+    """
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self.length = axis, 0
+        self.axis, self.length, self.is_whole = axis, 0, False
+        self._whole = WholeSequence(axis)
         self._parts: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()  # what ``enter`` gathered
 
     def __deepcopy__(self, _memo: object) -> DividedSequence:
@@ -98,6 +102,8 @@ class DividedSequence:
 
     def sizes_of_whole(self, x: Tensor) -> Sizes:
         """As even as possible."""
+        if self.is_whole:
+            return self._whole.sizes_of_whole(x)
         return split_sizes(x.shape[-2], self.axis.size)
 
     def sizes_of_part(self, x: Tensor) -> Sizes:
@@ -106,6 +112,8 @@ class DividedSequence:
         Raises:
             ValueError: ``x`` does not have this rank's number of positions.
         """
+        if self.is_whole:
+            return self._whole.sizes_of_part(x)
         sizes = split_sizes(self.length, self.axis.size)
         if x.shape[-2] != sizes[self.axis.rank]:
             raise ValueError(
@@ -118,10 +126,14 @@ class DividedSequence:
 
     def gather(self, x: Tensor, sizes: Sizes, label: str) -> Pending[list[Tensor]]:
         """``[.., S/N, D]`` of every rank."""
+        if self.is_whole:
+            return self._whole.gather(x, sizes, label)
         return gather_parts(x, self.axis, sizes, label=label)
 
     def sum(self, make: Callable[[int], Tensor], sizes: Sizes, label: str) -> Pending[Tensor]:
         """``[.., S/N, D]``, summed."""
+        if self.is_whole:
+            return self._whole.sum(make, sizes, label)
         return sum_parts(make, self.axis, sizes, label=label)
 
     # ------------------------------------------------------------------------- the same with a gradient, as hooks
@@ -132,6 +144,8 @@ class DividedSequence:
         Raises:
             ValueError: fewer positions than ranks, or no such dim.
         """
+        if self.is_whole:
+            return x
         if x.dim() < 2 or x.shape[-2] < self.axis.size:
             raise ValueError(
                 f"sequence parallelism needs [.., positions, width] with at least {self.axis.size} positions, one for "
@@ -142,10 +156,14 @@ class DividedSequence:
 
     def collect(self, x: Tensor, label: str) -> Tensor:
         """All positions, of which all ranks make the same use."""
+        if self.is_whole:
+            return x
         return all_gather_fwd_split_bwd(x, self.axis, x.dim() - 2, sizes=self.sizes_of_part(x), label=label)
 
     def collect_once(self, x: Tensor, label: str) -> Tensor:
         """Likewise; a block that is recomputed keeps them, and does not gather them again."""
+        if self.is_whole:
+            return x
         return _CollectOnce.apply(x, self, label)  # type: ignore[no-any-return, no-untyped-call]
 
     def enter(self, x: Tensor, label: str) -> Tensor:
@@ -162,6 +180,8 @@ class DividedSequence:
 
     def split(self, x: Tensor, label: str) -> Tensor:
         """This rank's positions again, of what all ranks have."""
+        if self.is_whole:
+            return x
         return split_fwd_all_gather_bwd(x, self.axis, x.dim() - 2, label=label)
 
 

@@ -274,9 +274,7 @@ def _check_weights(
     entries: Sequence[Entry],
     stored: Mapping[str, Stored],
 ) -> None:
-    wanted = {
-        f"{_MODEL}{entry.name}": whole_shape(entry.tensor, spec_of(entry, model, optimizer)) for entry in entries
-    }
+    wanted = {f"{_MODEL}{entry.name}": whole_shape(entry.tensor, spec_of(entry, model, optimizer)) for entry in entries}
     for name, shape in wanted.items():
         if name not in stored:
             raise ValueError(f"checkpoint {path} has no {name}")

@@ -1,8 +1,8 @@
 """Whole weights under the model's own names, in memory; the model's entries, which checkpoints share.
 
-    full_state_dict        bucket by bucket: the data axis' parts are put together, then the parts of each parameter
-                           that is divided over other axes; the first rank keeps a copy
-    load_full_state_dict   bucket by bucket: the first rank sends every rank its part
+full_state_dict        bucket by bucket: the data axis' parts are put together, then the parts of each parameter
+                       that is divided over other axes; the first rank keeps a copy
+load_full_state_dict   bucket by bucket: the first rank sends every rank its part
 """
 
 from __future__ import annotations
