@@ -16,9 +16,10 @@ KEYS = [
     "model", "tokenizer", "layers", "router_noise", "router_jitter_noise", "precision", "data", "eval_data",
     "train_rows", "eval_rows", "seq_len", "max_operand", "two_step", "three_step", "show", "steps", "epochs",
     "batch_size", "microbatches", "lr", "lr_schedule", "warmup", "weight_decay", "betas", "clip", "freeze",
-    "seed", "nproc", "dp", "zero", "recompute", "compile", "threads", "timeout_s", "strategies",
-    "peers", "pairs", "fused", "prompt", "max_new_tokens", "temperature",
-    "top_p", "output_dir", "save_every", "resume", "eval_every", "log", "plot", "dry_run",
+    "packing", "seed", "nproc", "dp", "dp_replicate", "tp", "sp", "cp", "cp_method", "pp", "schedule",
+    "virtual_stages", "ep", "etp", "zero", "recompute", "compile", "threads", "timeout_s", "strategies", "peers",
+    "pairs", "fused", "fuzz", "prompt", "max_new_tokens", "temperature", "top_p", "output_dir", "save_every",
+    "keep", "resume", "eval_every", "log", "plot", "dry_run",
 ]
 # fmt: on
 
@@ -162,15 +163,14 @@ def test_configuration_is_frozen() -> None:
         (["--steps", "2.5"], "steps=2.5: must be a valid integer"),
         (["--seq_len", "0"], "seq_len=0: must be greater than or equal to 2"),
         (["--steps", "0"], "steps=0: must be greater than or equal to 1"),
-        (["--precision", "fp8"], "precision=fp8: must be 'fp32', 'bf16' or 'fp16'"),
+        (["--precision", "fp8"], "precision=fp8: must be 'fp64', 'fp32', 'bf16' or 'fp16'"),
         (["--log", "wandb"], "log=wandb: must be 'none' or 'tensorboard'"),
         (["--plot", "maybe"], "plot=maybe: must be a valid boolean"),
         (["--betas", "0.9,1.5"], "betas=1.5: must be less than 1"),
         (["--betas", "0.9"], "betas has the wrong number of values: it needs as many as its default, see --help"),
         (["--top_p", "1.5"], "top_p=1.5: must be less than or equal to 1"),
-        (["--tp", "2"], "tp=2: nanopar-sft cannot run tensor parallelism yet; use tp=1"),
-        (["--sp", "true"], "sp=true: nanopar-sft cannot run sequence parallelism yet; use sp=false"),
-        (["--schedule", "1f1b"], "schedule=1f1b: nanopar-sft cannot run pipeline schedules yet; use schedule=none"),
+        (["--offload", "cpu"], "offload=cpu: nanopar-sft cannot offload to host memory yet; use offload=none"),
+        (["--tp", "0"], "tp=0: must be greater than or equal to 1"),
         (["--zero", "4"], "zero=4: must be less than or equal to 3"),
         (["--steps", "5", "--epochs", "1"], "steps=5 and epochs=1 are both set: keep one of them"),
         (
@@ -201,7 +201,7 @@ def test_several_faults_are_one_line() -> None:
         ("lr: 1.0\nsteps: [1\n", ", line 3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("- a\n- b\n", ": expected lines of the form 'key: value', found a list"),
         ("lr: fast\n", ": lr=fast: must be a valid number"),
-        ("tp: 4\n", ": tp=4: nanopar-sft cannot run tensor parallelism yet; use tp=1"),
+        ("offload: cpu\n", ": offload=cpu: nanopar-sft cannot offload to host memory yet; use offload=none"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, expected: str) -> None:
@@ -219,8 +219,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_neutral_values_of_planned_keys_are_accepted(tmp_path: Path) -> None:
-    file = write(tmp_path, "tp: 1\nsp: false\nschedule: none\noffload: none\n")
-    assert Config.parse([*file, "--cp", "1", "--sp", "false"]) == Config.parse([])
+    file = write(tmp_path, "profile_steps: none\noffload: none\n")
+    assert Config.parse([*file, "--offload", "none"]) == Config.parse([])
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,54 @@ def test_layout_and_number_of_ranks() -> None:
         "dp=4 needs 4 rank(s), but there would be 2:"
     )
     assert message([], command="data", world_size=2) == "data runs in one process, not in 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "expected"),
+    [
+        (
+            ["--sp", "true"],
+            1,
+            "sp=true divides sequences over the ranks of tp, but tp=1: use tp=2 or more",
+        ),
+        (["--tp", "4", "--etp", "2"], 4, "etp=2 must be 1 or tp=4: a part of each expert's width, or none"),
+        (["--tp", "2"], 3, "tp=2 needs a multiple of 2 ranks, but there would be 3: make nproc (or torchrun's"),
+        (["--dp", "2", "--pp", "2"], 2, "dp=2 x pp=2 needs 4 rank(s), but there would be 2: make nproc (or torchrun's"),
+        (
+            ["--pp", "2", "--virtual_stages", "2"],
+            2,
+            "schedule=1f1b has 1 stage on a rank, not virtual_stages=2: use schedule=interleaved",
+        ),
+        (
+            ["--pp", "2", "--schedule", "zbv", "--virtual_stages", "3"],
+            2,
+            "schedule=zbv has 2 stages on a rank, not virtual_stages=3",
+        ),
+        (["--tp", "2", "--compile"], 2, "compile=true goes with dp and zero only, not with tp, cp, pp or ep"),
+        (
+            ["--dp_replicate", "2", "--dp", "2", "--batch_size", "6"],
+            4,
+            "batch_size=6 is not divisible by dp x dp_replicate=4 x microbatches=1 = 4: every micro-batch must have",
+        ),
+    ],
+)
+def test_layouts_that_contradict_themselves(arguments: list[str], ranks: int, expected: str) -> None:
+    assert message(arguments, world_size=ranks).startswith(expected)
+
+
+def test_the_layout_says_how_many_ranks() -> None:
+    config = Config.parse(["--tp", "2", "--pp", "2", "--schedule", "interleaved", "--ep", "2"])
+    assert config.ranks("train") == 4
+    layout = config.resolve("train", 8).layout()
+    assert (layout.dp, layout.tp, layout.pp, layout.chunks, layout.ep, layout.etp, layout.ranks) == (
+        2,
+        2,
+        2,
+        2,
+        2,
+        2,
+        8,
+    )
 
 
 def test_commands_that_need_a_key() -> None:

@@ -13,6 +13,7 @@ import nanopar_core as core
 import nanopar_models as models
 import nanopar_zero as zero
 from nanopar_core import testing, verify
+from nanopar_models.loss import NextTokenLoss
 from nanopar_sft import assemble, evaluate, export, generate, metrics, schedule, train
 from nanopar_sft.batches import Batches
 from nanopar_sft.config import Config
@@ -28,8 +29,11 @@ SMALL = [
 
 
 def config_for(model: Path | str, output_dir: Path, *more: str, ranks: int = 1) -> Config:
-    arguments = [*SMALL, "--model", str(model), "--output-dir", str(output_dir), *more]
-    return Config.parse(arguments).resolve("train", ranks)
+    return Config.parse(arguments_for(model, output_dir, *more)).resolve("train", ranks)
+
+
+def arguments_for(model: Path | str, output_dir: Path, *more: str) -> list[str]:
+    return [*SMALL, "--model", str(model), "--output-dir", str(output_dir), *more]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def on_rank(config: Config, output_dir: Path) -> dict[str, torch.Tensor]:
     chat = assemble.load_chat(config)
     encoded = chat.encode(assemble.training_rows(config), config.seq_len)
     batches = Batches(encoded.examples, config.batch_size, seed=config.seed)
-    model = assemble.build_model(config, chat)
+    model = assemble.model_to_train(config, chat)
     trainer = train.Trainer(config, world, model, chat, batches, [], config.steps or 0)
     with Reporter(output_dir, config.steps or 0, plot=False, enabled=world.rank == 0) as reporter:
         trainer.train(0, reporter)
@@ -192,15 +196,17 @@ def test_a_checkpoint_of_another_model_is_refused(model_dir: Path, tmp_path: Pat
 def evaluate_on_rank(config: Config) -> tuple[evaluate.Result, list[str]]:
     chat = assemble.load_chat(config)
     rows = assemble.test_rows(config)
-    model = assemble.build_model(config, chat)
-    mesh = core.Mesh(dp=torch.distributed.get_world_size())
-    result = evaluate.evaluate(model, chat, rows, mesh.dp, config, torch.device("cpu"))
-    return result, evaluate.answer(model, chat, rows[:2], 6, torch.device("cpu"))
+    parallel = assemble.build_parallel(config, assemble.model_to_answer(config, chat))
+    assemble.answer_in(config, parallel, torch.device("cpu"))
+    with parallel.whole():
+        result = evaluate.evaluate(parallel, chat, rows, config, torch.device("cpu"))
+        return result, evaluate.answer(parallel, chat, rows[:2], 6, torch.device("cpu"))
 
 
 def test_evaluation_counts_every_row_once_whatever_the_ranks(model_dir: Path, tmp_path: Path) -> None:
-    config = config_for(model_dir, tmp_path)
-    results = {ranks: testing.run(ranks, evaluate_on_rank, config) for ranks in (1, 2, 3)}
+    configs = {ranks: Config.parse(arguments_for(model_dir, tmp_path)).resolve("eval", ranks) for ranks in (1, 2, 3)}
+    config = configs[1]
+    results = {ranks: testing.run(ranks, evaluate_on_rank, configs[ranks]) for ranks in (1, 2, 3)}
     first = results[1][0][0]
     assert first.total == 7
     for outcome in results.values():
@@ -231,8 +237,10 @@ def test_right_answers_are_counted(model_dir: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(evaluate, "answer", answers)
     chat = assemble.load_chat(config)
-    model = assemble.build_model(config, chat)
-    result = evaluate.evaluate(model, chat, rows, core.Mesh().dp, config, torch.device("cpu"))
+    parallel = assemble.build_parallel(config, assemble.model_to_answer(config, chat))
+    assemble.answer_in(config, parallel, torch.device("cpu"))
+    with parallel.whole():
+        result = evaluate.evaluate(parallel, chat, rows, config, torch.device("cpu"))
     assert (result.strict, result.flexible, result.total) == (0, 8, 10)
 
 
@@ -259,16 +267,14 @@ def test_a_step_that_is_not_finite_is_skipped(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     seen = []
-    right = models.PhiMoE.forward
+    right = NextTokenLoss.forward
 
-    def forward(self: models.PhiMoE, *args: Any, **kwargs: Any) -> Any:
-        output = right(self, *args, **kwargs)
-        if kwargs.get("num_items_in_batch", 1) == 1 or not self.training:
-            return output
-        seen.append(1)
-        return output._replace(loss=output.loss * math.nan) if len(seen) == 2 else output
+    def forward(self: NextTokenLoss, logits: torch.Tensor, labels: torch.Tensor, counted: int) -> torch.Tensor:
+        loss = right(self, logits, labels, counted)
+        seen.extend([1] if counted > 1 else [])  # of training
+        return loss * math.nan if counted > 1 and len(seen) == 2 else loss
 
-    monkeypatch.setattr(models.PhiMoE, "forward", forward)
+    monkeypatch.setattr(NextTokenLoss, "forward", forward)
     train.run(config_for(model_dir, tmp_path))
     records = metrics.read(tmp_path / metrics.METRICS)
     assert [record["skipped"] for record in records] == [False, True, False, False, False]

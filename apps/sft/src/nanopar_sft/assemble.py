@@ -73,7 +73,7 @@ def build_model(config: Config, chat: Chat, *, dtype: torch.dtype = torch.float3
     """
     shape = model_shape(config, chat)
     model = models.PhiMoE(shape, device="meta", dtype=dtype)
-    _freeze(model, config.freeze)
+    freeze(model, config.freeze)
     return model
 
 
@@ -175,14 +175,14 @@ def check_layout(config: Config, shape: models.PhiMoEConfig, *, training: bool) 
     if training and shape.output_router_logits and shape.router_aux_loss_coef > 0 and (parts > 1 or wanted.pp > 1):
         raise InputError(
             f"the model's router_aux_loss_coef is {shape.router_aux_loss_coef:g}: its balancing loss is one over the "
-            "whole batch, and would change with the parts that dp, cp, pp and microbatches cut it into; set it to 0 in the "
-            "model's config.json, or use none of these"
+            "whole batch, and would change with the parts that dp, cp, pp and microbatches cut it into; set it to 0 in "
+            "the model's config.json, or use none of these"
         )
 
 
 def model_to_train(config: Config, chat: Chat) -> models.PhiMoE:
     """``build_model``, checked against layout and files before any rank communicates."""
-    model = build_model(config, chat)
+    model = build_model(config, chat, dtype=torch.float64 if config.precision == "fp64" else torch.float32)
     check_layout(config, model.config, training=True)
     _check_stages(config, model)
     with values_of(config, model.config):
@@ -226,7 +226,7 @@ def build_parallel(config: Config, model: models.PhiMoE) -> ParallelModel:
     )
 
 
-def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """Stop the training of parameters whose names match."""
     for pattern in patterns:
         matching = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, pattern)]
@@ -262,7 +262,7 @@ def train_in(config: Config, parallel: ParallelModel, groups: list[dict[str, Any
             value_of,
             stage=config.zero,
             groups=groups,
-            policy=None if dtype is torch.float32 else zero.PrecisionPolicy(param_dtype=dtype),
+            policy=None if dtype in (torch.float32, torch.float64) else zero.PrecisionPolicy(param_dtype=dtype),
             device=device,
         )
 
@@ -275,7 +275,9 @@ def answer_in(config: Config, parallel: ParallelModel, device: torch.device) -> 
 
 def saved_dtype(config: Config) -> torch.dtype:
     """The dtype in which the model computes, and in which finished weights are written."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
+    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+        config.precision
+    ]
 
 
 def generation_config(chat: Chat) -> Mapping[str, Any]:

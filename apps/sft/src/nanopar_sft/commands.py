@@ -30,6 +30,7 @@ COMMANDS = {
     "data": Command("print rows as tokens with their loss mask, and counts", "nanopar_sft.data"),
     "export": Command("turn a checkpoint into a Hugging Face directory", "nanopar_sft.export"),
     "trace": Command("show one step's collectives by call site, and where its time goes", "nanopar_sft.trace"),
+    "verify": Command("check that a layout computes what one process does", "nanopar_sft.verify"),
     "compare": Command("measure strategies side by side, beside peers and arithmetic floors", "nanopar_sft.compare"),
     "env": Command("print versions and hardware, for a bug report (takes no keys)", "nanopar_sft.environment"),
 }

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 1200
 
-# Where a command's default is not the key's own. compare: the protocol that its published figures follow.
+# Where a command's default is not the key's own. compare: the protocol that its published figures follow. verify: what
+# takes seconds, and leaves no doubt about rounding.
 DEFAULTS_OF: dict[str, dict[str, object]] = {
     "compare": {
         "model": "dense",
@@ -47,7 +48,8 @@ DEFAULTS_OF: dict[str, dict[str, object]] = {
         "nproc": 2,
         "threads": 1,
         "output_dir": Path("runs/compare"),
-    }
+    },
+    "verify": {"model": "tiny-0", "precision": "fp64", "seq_len": 40, "batch_size": 12, "steps": 3, "threads": 1},
 }
 
 
@@ -139,7 +141,7 @@ class Config(BaseSettings):
         "Model",
         f"{MODEL} {COMPARE}",
         "preset (nano, phi-tiny-moe, phi-mini-moe), directory in Hugging Face form, or hub id; for compare also dense "
-        "(a Qwen3 of 25 M parameters) and moe (a Phi-MoE of 23 M)",
+        "(a Qwen3 of 25 M parameters) and moe (a Phi-MoE of 23 M), for verify tiny-N (odd sizes, drawn with N)",
     )
     tokenizer: OptionalText = key(
         None, "Model", ALL, "directory, hub id, or builtin (none: the model's own; builtin for a preset)"
@@ -155,8 +157,11 @@ class Config(BaseSettings):
     router_jitter_noise: OptionalFloat = key(
         None, "Model", MODEL, "sparsemixer's tolerance to near ties, instead of the checkpoint's own (none)", ge=0
     )
-    precision: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", "Model", MODEL, "arithmetic; bf16 and fp16 train with fp32 master weights, fp16 with a scaled loss"
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = key(
+        "fp32",
+        "Model",
+        MODEL,
+        "arithmetic; bf16 and fp16 train with fp32 master weights, fp16 with a scaled loss; fp64 is for verify",
     )
 
     # Data
@@ -184,7 +189,7 @@ class Config(BaseSettings):
     steps: OptionalInt = key(
         None,
         "Optimisation",
-        "train",
+        "train verify",
         f"stop at this optimizer step, counted from the very first one, also after a resume "
         f"(none: {DEFAULT_STEPS} unless epochs is set)",
         ge=1,
@@ -297,6 +302,10 @@ class Config(BaseSettings):
     pairs: int = key(5, "Comparison", COMPARE, "timed steps, each paired with a plain local one", ge=1)
     fused: bool = key(True, "Comparison", COMPARE, "AdamW in one kernel, on all sides; false: torch's default loop")
 
+    fuzz: OptionalInt = key(
+        None, "Comparison", "verify", "verify so many layouts, drawn with seed, of at most nproc (none: 4) ranks", ge=1
+    )
+
     # Answers
     prompt: OptionalText = key(None, "Answers", "generate", "question to answer")
     max_new_tokens: int = key(
@@ -368,7 +377,7 @@ class Config(BaseSettings):
 
     def ranks(self, command: str) -> int:
         """The number of ranks that the keys ask for, when nothing else has started any."""
-        if command not in RANKS.split():
+        if command not in RANKS.split() or (command == "verify" and self.fuzz):
             return 1
         return self.nproc or (self.dp or 1) * self._ranks_beside_dp
 
@@ -422,25 +431,30 @@ class Config(BaseSettings):
             raise InputError("max_new_tokens=0 lets generate say nothing: use --max-new-tokens 256")
         if command == "export" and not self.resume:
             raise InputError("export needs a checkpoint: --resume DIRECTORY")
+        filled = self._with_defaults_of(command)
         if command == COMPARE:
-            return self._resolved_comparison(world_size)
+            filled._resolved_dp(COMPARE, world_size)  # refuses to be one of several ranks
+            filled._check_batch(filled.nproc or 1, "nproc")
+            return filled
+        return filled._resolved(command, world_size)
+
+    def _with_defaults_of(self, command: str) -> Self:
+        defaults = {
+            name: value
+            for name, value in DEFAULTS_OF.get(command, {}).items()
+            if name not in self.model_fields_set or getattr(self, name) is None
+        }
+        return self.model_copy(update=defaults)
+
+    def _resolved(self, command: str, world_size: int) -> Self:
+        if command == "verify" and self.fuzz:
+            return self
         filled: dict[str, object] = {"nproc": None, "dp": self._resolved_dp(command, world_size)}
         if command in STEP.split():
             self._check_training(world_size)
             if self.steps is None and self.epochs is None:
                 filled["steps"] = DEFAULT_STEPS
         return self.model_copy(update=filled)
-
-    def _resolved_comparison(self, world_size: int) -> Self:
-        self._resolved_dp(COMPARE, world_size)  # refuses to be one of several ranks
-        defaults = {
-            name: value
-            for name, value in DEFAULTS_OF[COMPARE].items()
-            if name not in self.model_fields_set or getattr(self, name) is None
-        }
-        filled = self.model_copy(update=defaults)
-        filled._check_batch(filled.nproc or 1, "nproc")
-        return filled
 
     def _resolved_dp(self, command: str, world_size: int) -> int:
         if command not in RANKS.split():
@@ -485,7 +499,8 @@ class Config(BaseSettings):
                 f"warmup={self.warmup:g} leaves no step to train in steps={steps}: use fewer warm-up steps, "
                 "or a fraction such as 0.03"
             )
-        self._check_batch(self.dp_replicate * (world_size // self._ranks_beside_dp), "dp x dp_replicate")
+        name = "dp" if self.dp_replicate == 1 else "dp x dp_replicate"
+        self._check_batch(self.dp_replicate * (world_size // self._ranks_beside_dp), name)
 
     def _check_batch(self, ranks: int, key_of_ranks: str) -> None:
         if self.batch_size % (ranks * self.microbatches):

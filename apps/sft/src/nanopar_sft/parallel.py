@@ -101,6 +101,7 @@ class ParallelModel:
         plan = {**self.model.tp_plan, "lm_head": "colwise"}  # logits stay divided: the loss takes them so
         if layout.ep > 1 or layout.etp < layout.tp:
             plan = {name: style for name, style in plan.items() if ".experts" not in name}
+            plan["model.layers.*.mlp"] = "whole_sequence"
         if layout.tp > 1:
             self.model.loss = tensor.VocabParallelLoss(mesh.tp, core.split_sizes(self._vocabulary, layout.tp))
         return tensor.parallelize(

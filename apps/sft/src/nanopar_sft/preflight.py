@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nanopar_models.compiling import check_compiler
-from nanopar_sft import assemble, candidates, report, workload
+from nanopar_sft import assemble, candidates, report, tiny, verify, workload
 from nanopar_sft.checkpoints import newest_checkpoint
 from nanopar_sft.config import Config, nearest
 from nanopar_sft.errors import InputError
@@ -15,11 +15,13 @@ def check(command: str, config: Config) -> None:
     Data files are read here row by row, so that a malformed row is named before ranks start; what takes a download, or
     the reading of weights, is left to the ranks, which also write nothing before they have read it.
     """
-    if command in ("train", "eval", "generate", "trace", "verify"):
+    if command in ("train", "eval", "generate", "trace", "verify") and not tiny.is_tiny(config.model):
         _check_model(config.model)
-    if command in ("train", "eval", "generate", "trace", "verify") and _is_here(config.model):
-        training = command in ("train", "trace", "verify")
+    if command in ("train", "eval", "generate", "trace") and _is_here(config.model):
+        training = command in ("train", "trace")
         assemble.check_layout(config, assemble.model_shape(config, assemble.load_chat(config)), training=training)
+    if command == "verify" and not config.fuzz:
+        assemble.check_layout(config, verify.shape_of(config), training=True)
     if command in ("train", "eval", "data", "trace"):
         _check_data(command, config)
     if command in ("train", "trace") and config.compile:

@@ -18,6 +18,9 @@ where it comes from *same* tensors, or the sum of the ranks' shares.
 The pairs are f, g and their sequence-parallel forms of "Megatron-LM" (Shoeybi et al. 2019, section 3) and "Reducing
 Activation Recomputation" (Korthikanti et al. 2022, section 4.2). Shapes: ``dim`` is the divided dim; any length.
 
+Where a block is recomputed under ``keep_communicated``, what the last ones received is kept: ranks come to a second
+pass at times that depend on their data, when others may be waiting elsewhere.
+
 Every backward is the forward of the pair with the two names exchanged, so that second derivatives are right too. A
 backward that communicates must run on all ranks: all of them use the output in their loss, or none does.
 """
@@ -34,6 +37,7 @@ from nanopar_core.along import all_gather_along, reduce_scatter_along
 from nanopar_core.collectives import all_gather, all_reduce, all_to_all
 from nanopar_core.grid import split_sizes
 from nanopar_core.mesh import Axis
+from nanopar_core.recompute import once
 
 
 def identity_fwd_all_reduce_bwd(x: Tensor, axis: Axis, *, label: str = "") -> Tensor:
@@ -198,8 +202,8 @@ class _AllGatherReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, label: str) -> Tensor:
         ctx.axis, ctx.dim, ctx.label = axis, dim, label
-        ctx.sizes = _lengths(x, axis, dim, sizes)
-        return _gather(x, axis, dim, ctx.sizes, label)
+        lengths = ctx.sizes = _lengths(x, axis, dim, sizes)
+        return once(lambda: _gather(x, axis, dim, lengths, label))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -224,7 +228,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
         ctx.axis, ctx.send, ctx.receive, ctx.label = axis, send, receive, label
-        out = all_to_all(x, axis, send_sizes=send, receive_sizes=receive, label=label)
+        out = once(lambda: all_to_all(x, axis, send_sizes=send, receive_sizes=receive, label=label))
         return out.view_as(out)
 
     @staticmethod

@@ -167,6 +167,8 @@ def _gradients(e: Evidence) -> list[str]:
             return [_off_by_a_constant(e, ratio)]
         if list(verdicts) == [NO_RATIO]:
             return [_off_without_ratio(e)]
+    if NO_RATIO in verdicts and e.first("loss") in e.wrong and 10 * len(_telling(e)) <= len(wrong):
+        return [_off_without_ratio(e)]  # a ratio of few is chance, where nearly all deviate without one
     if e.steps > 1 and len(verdicts) > 1:
         verdicts.pop(NO_RATIO, None)  # in later steps a fault in one parameter echoes in all
     found = [f"{_listed(names)}: {what}" for what, names in verdicts.items()]
@@ -219,7 +221,7 @@ def _off_without_ratio(e: Evidence) -> str:
         return (
             f"all gradients and {loss.name} deviate without a constant ratio: tokens weighted wrongly (a mean of the "
             "ranks' means instead of one divisor for all tokens), "
-            f"{'' if counted else 'rows dropped or repeated, '}or other initial weights"
+            f"{'' if counted else 'rows dropped or repeated, '}or other initial weights (or another forward pass)"
         )
     if e.steps > 1 and norm is not None and norm.ratio is not None and (meaning := _meaning_of_norm(e, norm.ratio)):
         return f"first deviation {norm.name}: ratio {norm.ratio:.3f}{meaning}"
@@ -277,7 +279,7 @@ def _update(e: Evidence) -> list[str]:
     begin = f"{right} agree, weights do not ({_listed(weights)})"
     if _along_gradients(e, weights):
         return [f"{begin} and differ along the gradients: clipping factor or learning rate"]
-    return [f"{begin}: the optimizer step: {stale}, or the optimizer's options and states"]
+    return [f"{begin}: the optimizer step: {stale}, the clipping factor, or the optimizer's options and states"]
 
 
 def _given(e: Evidence, *keys: str) -> str:

@@ -9,7 +9,11 @@
 section 5, with what was communicated as what is kept.) Strategies wrap a call in ``once``. What that costs: tensor
 parallelism keeps one tensor of the hidden states' size per row-parallel layer, 1/N of it under sequence parallelism,
 where a column layer's input is then gathered in the second pass rather than in backward; expert parallelism keeps the
-routing, the tokens that a rank received and the block's output. So a step has as many collectives as without.
+routing, the tokens that a rank received and the block's output; context parallelism the keys and values (or heads) that
+it received, the ring the output. So a step has as many collectives as without.
+
+Without it ranks may even lock up: autograd comes to the second pass of a block when it first needs something of it,
+which depends on a rank's data (padding), and a rank that sends then may meet others in an earlier collective.
 """
 
 from __future__ import annotations

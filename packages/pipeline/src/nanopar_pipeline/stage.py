@@ -90,8 +90,8 @@ class Stage(nn.Module):
 class Stages(nn.Module):
     """The stages of a rank as one module, whose parameters have the names that they have in the whole model.
 
-    For what must see a rank's part of the model as a whole: ``nanopar_zero.shard``, one optimizer, a checkpoint. Give it
-    to a ``Runner`` in place of the list.
+    For what must see a rank's part of the model as a whole: ``nanopar_zero.shard``, one optimizer, a checkpoint. A
+    ``Runner`` takes it in place of the list.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:

@@ -13,6 +13,8 @@ embedding_rowwise               an Embedding: the vocabulary is divided
 replicated_with_grad_allreduce  a module that every rank has whole but uses on its own heads: its gradients are
                                 summed (by zero, since the spec says so)
 sequence_parallel               with sequence=True: runs on this rank's positions, gradients are summed; else nothing
+whole_sequence                  with sequence=True: a module that runs on all positions, on every rank alike, as a
+                                mixture whose experts another strategy has; else nothing
 attention_core                  with context_axis: replaced by attention over divided sequences; else nothing
 """
 
@@ -31,6 +33,7 @@ STYLES = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
     "sequence_parallel",
+    "whole_sequence",
     "attention_core",
 )
 

@@ -21,6 +21,7 @@ from torch import nn
 
 COLUMN = ("colwise", "colwise_gather_output")
 SEQUENCE_STYLE = "sequence_parallel"
+WHOLE_STYLE = "whole_sequence"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Region:
         divided: planned modules in the region, without the head.
         begins_at: the module whose input is scattered.
         attentions: modules whose input is gathered at their entry, for the projections in them.
-        mixtures: modules around experts: all positions inside, some outside.
+        mixtures: modules around experts, or said to be like these: all positions inside, some outside.
         ends_after: the module whose output is gathered; None where the head gathers.
         heads: column layers after the region that gather by themselves.
     """
@@ -77,7 +78,8 @@ def find_region(model: nn.Module, styles: Mapping[str, str], *, is_carried: bool
         return [name for name, _ in model.named_modules() if name in found]
 
     attentions = tuple(name for name in around(*COLUMN) if hasattr(model.get_submodule(name), "head_dim"))
-    mixtures = tuple(around("moe_tp_experts"))
+    said = {name for name in divided if styles[name] == WHOLE_STYLE}
+    mixtures = tuple(name for name in names if name in {*around("moe_tp_experts"), *said})
     _check_all_said(model, styles, inside, block_of, (*attentions, *mixtures))
     heads = _heads(model, styles, places[last + 1 :], block_of)
     ends_after = None if heads else normed[-1]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanopar_core import Axis, Pending, send_recv
+from nanopar_core.recompute import once
 from nanopar_tensor.attention_block import attend, attend_backward
 from nanopar_tensor.autocast import without_autocast
 from nanopar_tensor.zigzag import positions_of
@@ -72,19 +73,15 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: ContextMask | None, scale: float, label: str
     ) -> Tensor:
-        both = torch.stack([k, v])
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(q.shape, dtype=wide)
-        total = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)  # log-sum-exp of what a query has seen so far
-        for number in range(axis.size):
-            coming = _pass_on(both, axis, label) if number < axis.size - 1 else None
-            step = _step(number, axis, q.shape[2], mask, q.device)
-            keys, values = both[:, :, :, step.keys].unbind()
-            part, part_total = attend(q[:, :, step.queries], keys, values, step.causal, step.mask, scale)
-            _merge(out[:, :, step.queries], total[:, :, step.queries], part, part_total)
-            if coming is not None:
-                [both] = coming.wait()
-        result = out.to(q.dtype)
+        totals: list[Tensor] = []
+
+        def run() -> Tensor:
+            out, total = _ring_forward(q, k, v, axis, mask, scale, label)
+            totals.append(total)
+            return out.to(q.dtype)
+
+        result = once(run)
+        total = once(lambda: totals[0])
         ctx.save_for_backward(q, k, v, result, total)
         ctx.axis, ctx.mask, ctx.scale, ctx.label = axis, mask, scale, label
         return result
@@ -95,6 +92,25 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, total = ctx.saved_tensors
         with without_autocast(grad):
             return *_ring_backward(grad, q, k, v, out, total, ctx.axis, ctx.mask, ctx.scale, ctx.label), *[None] * 4
+
+
+def _ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: ContextMask | None, scale: float, label: str
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of what each query has seen."""
+    both = torch.stack([k, v])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(q.shape, dtype=wide)
+    total = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+    for number in range(axis.size):
+        coming = _pass_on(both, axis, label) if number < axis.size - 1 else None
+        step = _step(number, axis, q.shape[2], mask, q.device)
+        keys, values = both[:, :, :, step.keys].unbind()
+        part, part_total = attend(q[:, :, step.queries], keys, values, step.causal, step.mask, scale)
+        _merge(out[:, :, step.queries], total[:, :, step.queries], part, part_total)
+        if coming is not None:
+            [both] = coming.wait()
+    return out, total
 
 
 def _ring_backward(

@@ -16,12 +16,13 @@ from nanopar_zero.loss_scale import LossScale
 from nanopar_zero.optimizer import ZeroOptimizer
 from nanopar_zero.precision import PrecisionPolicy
 from nanopar_zero.saved import load, save, save_in_background
-from nanopar_zero.state import full_state_dict, load_full_state_dict
+from nanopar_zero.state import full_gradients, full_state_dict, load_full_state_dict
 
 __all__ = [
     "LossScale",
     "PrecisionPolicy",
     "ZeroOptimizer",
+    "full_gradients",
     "full_state_dict",
     "gathered",
     "load",

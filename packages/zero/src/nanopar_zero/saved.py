@@ -64,10 +64,7 @@ def save_in_background(
     extra: Mapping[str, Any] | None = None,
     write_files: Callable[[Path], None] | None = None,
 ) -> Saving:
-    """As ``save``, but only copies before it returns; the directory appears when ``finish`` of what it returns is called.
-
-    All ranks call both.
-    """
+    """As ``save``, but only copies; the directory appears when all ranks call ``finish`` of what this returns."""
     tensors, about = _contents(model, optimizer, only_weights=False)
     return Saving(path, tensors, {**(extra or {}), _ABOUT: about}, write_files)
 

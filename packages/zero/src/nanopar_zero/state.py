@@ -26,14 +26,11 @@ from nanopar_zero.torch_private import COMPILED
 def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
     """Copies of the unsharded weights in CPU memory, on the first rank of all axes; empty on other ranks.
 
+    Of a pipeline's stages each has a first rank, with the stage's weights.
+
     Keys are those of ``model.state_dict()``, buffers and tied names included; trained parameters come in the masters'
     precision. Called on all ranks, of which the others hold one bucket at a time.
-
-    Raises:
-        ValueError: the model is one of a pipeline's stages: no rank has them all (use ``save``).
     """
-    if optimizer.stages is not None and optimizer.stages.size > 1:
-        raise ValueError(f"full_state_dict: the ranks of axis {optimizer.stages.name} have stages; use save instead")
     buckets = settled(optimizer)
     entries = entries_of(model, buckets)
     leads = _leads(optimizer) and all(shard.axis.rank == 0 for s in optimizer.specs.values() for shard in s.shards)
@@ -58,6 +55,24 @@ def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Ten
         return {}
     state = model.state_dict(keep_vars=True)
     return {name: copies[id(value)] for name, value in state.items() if isinstance(value, Tensor)}
+
+
+@torch.no_grad()
+def full_gradients(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+    """Whole gradients as they are now, by the names of ``model.named_parameters()``, on every rank: to look at them.
+
+    Called on all ranks between backward and ``zero_grad``; gradients that are still local are reduced first. Of a
+    pipeline each rank has those of its stages.
+    """
+    optimizer.reducer.reduce_now()
+    gradients: dict[int, Tensor] = {}
+    for bucket in optimizer.reducer.buckets:
+        assert bucket.reduced is not None
+        gathered = _gather(bucket.reduced, bucket)
+        for slot, member in zip(bucket.layout.slots, bucket.members, strict=True):
+            spec = optimizer.specs.get(slot.item.name, ParamSpec())
+            gradients[id(member)] = whole_parameter(_place(gathered, slot).clone(), spec, label="full gradients")
+    return {name: gradients[id(p)] for name, p in model.named_parameters() if id(p) in gradients}
 
 
 @torch.no_grad()
