@@ -28,6 +28,7 @@ MODEL = PhiMoEConfig(
         (Layout(pp=8), "pp=8 x 1 stages on a rank need 8 modules, the model has 6: 3 layers, embedding, last norm and"),
         (Layout(tp=4, etp=4, sp=True), "sp=true needs sequences of at least tp=4 tokens, seq_len is 3"),
         (Layout(dp=8), "batch_size=12 is not divisible by dp=8 x dp_replicate=1 x microbatches=1 = 8"),
+        (Layout(cp=2, tp=4, etp=4, cp_method="ulysses"), "cp=2 does not divide the 1 attention heads of a rank, as"),
         (Layout(tp=4, etp=4), None),
         (Layout(pp=2, dp=2, tp=2, ep=2, etp=2), None),
     ],

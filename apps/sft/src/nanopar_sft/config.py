@@ -398,6 +398,7 @@ class Config(BaseSettings):
             ep=self.ep,
             etp=self.tp if self.etp is None else self.etp,
             sp=self.sp and self.tp > 1,
+            cp_method=self.cp_method,
             chunks=self.virtual_stages or (2 if self.schedule in SEVERAL_STAGES and self.pp > 1 else 1),
             microbatches=self.microbatches,
         )

@@ -29,6 +29,7 @@ class Layout:
         ep: ranks that each have some of the experts.
         etp: 1: an expert is whole on one rank; tp: each rank of the tensor axis has a part of its width.
         sp: whether the ranks of the tensor axis divide sequences between their layers.
+        cp_method: how attention reaches the positions of other ranks.
         chunks: stages on each rank of a pipeline.
         microbatches: parts of each data-parallel rank's batch.
     """
@@ -41,6 +42,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     sp: bool = False
+    cp_method: str = "all_gather"
     chunks: int = 1
     microbatches: int = 1
 
@@ -100,6 +102,11 @@ def problem(layout: Layout, shape: PhiMoEConfig, batch_size: int, seq_len: int) 
                 f"cp={layout.cp}: beyond {original} positions LongRoPE depends on the longest sequence of a batch, of "
                 f"which each rank knows only its own part; seq_len is {seq_len}"
             )
+    if layout.cp_method == "ulysses" and heads // layout.tp % layout.cp:
+        return (
+            f"cp={layout.cp} does not divide the {heads // layout.tp} attention heads of a rank, as cp_method=ulysses "
+            "needs; take all_gather or ring"
+        )
     parts = layout.batches * layout.microbatches
     if batch_size % parts:
         return (
