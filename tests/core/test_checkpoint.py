@@ -19,6 +19,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from nanopar_core import checkpoint
+from nanopar_core.sharding import boxes
 
 
 def rank() -> int:
@@ -270,3 +271,103 @@ def test_the_list_of_files_is_in_the_checkpoint(tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.move(path, moved)
     assert checkpoint.describe(moved)["a"].shape == (2,)
+
+
+# ------------------------------------------------------------------------------------------ boxes, and the background
+
+
+def boxes_of(rank_: int, ranks: int, whole: Tensor) -> checkpoint.Parts:
+    """A flat share of a matrix, which cuts rows, in boxes."""
+    places = [[range(length)] for length in whole.shape]
+    bounds = [number * whole.numel() // ranks for number in range(ranks + 1)]
+    found = boxes(places, bounds[rank_], bounds[rank_ + 1])
+    at = {tuple(one.start for one in box.ranges): whole.reshape(-1)[box.start : box.stop] for box in found}
+    shapes = {tuple(one.start for one in box.ranges): box.shape for box in found}
+    return checkpoint.Parts(tuple(whole.shape), {first: at[first].view(shapes[first]) for first in at})
+
+
+def save_boxes(path: str) -> None:
+    whole = torch.arange(7 * 5 * 3.0).view(7, 5, 3)
+    saving = checkpoint.Saving(
+        path, {"w": boxes_of(rank(), 3, whole), "all": torch.ones(2), f"own {rank()}": torch.ones(3)}, {"step": 1}
+    )
+    assert not Path(path).exists(), "not before finish"
+    whole.zero_()  # what is written was copied
+    saving.finish()
+    assert saving.is_written
+
+
+def test_boxes_of_many_ranks_are_read_in_any_other_cut(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    run(3, save_boxes, str(path))
+    whole = torch.arange(7 * 5 * 3.0).view(7, 5, 3)
+    with checkpoint.reading(path) as stored:
+        assert set(stored) == {"w", "all", "own 0", "own 1", "own 2"}
+        assert torch.equal(stored["w"].read(), whole)
+        for ranges in ([range(2, 5), range(1, 4), range(3)], [range(6, 7), range(5), range(1, 2)], [range(7)] * 0):
+            places = tuple(slice(one.start, one.stop) for one in ranges)
+            assert torch.equal(stored["w"].read(ranges or None), whole[places])
+        out = torch.zeros(2, 3, dtype=torch.float64)
+        stored["w"].read([range(3, 5), range(2, 3), range(3)], out=out.view(2, 1, 3))
+        assert torch.equal(out, whole[3:5, 2].double())
+    checkpoint.verify(path)
+    assert checkpoint.describe(path)["w"].shape == (7, 5, 3)
+
+
+def test_boxes_that_leave_something_out_are_refused(tmp_path: Path) -> None:
+    lower, upper = torch.ones(2, 3), torch.ones(1, 3)
+    checkpoint.save(tmp_path / "a", {"w": checkpoint.Parts((4, 3), {(0, 0): lower, (3, 0): upper})})
+    checkpoint.save(tmp_path / "b", {"w": checkpoint.Parts((3, 3), {(0, 0): lower, (1, 0): lower})})  # overlap, whole
+    checkpoint.save(tmp_path / "c", {"w": checkpoint.Parts((4, 3), {(0, 0): lower, (0, 1): torch.ones(3, 2)})})
+    with checkpoint.reading(tmp_path / "a") as stored:
+        assert stored["w"].read([range(2), range(3)]).sum() == 6
+        with pytest.raises(ValueError, match="the files lack a part of w"):
+            stored["w"].read()
+    with checkpoint.reading(tmp_path / "b") as stored:
+        assert stored["w"].read().sum() == 9
+    with checkpoint.reading(tmp_path / "c") as stored, pytest.raises(ValueError, match="the files lack a part of w"):
+        stored["w"].read()
+
+
+def test_a_box_outside_of_its_tensor_is_damage(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"w": checkpoint.Parts((4, 3), {(3, 0): torch.ones(2, 3)})})
+    with pytest.raises(ValueError, match=r"is damaged: rank-00000.*: w: a box \[2, 3\] at \[3, 0\] is not of \[4, 3\]"):
+        checkpoint.describe(tmp_path / "c")
+
+
+def test_one_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"w": torch.ones(100)})
+    [file] = (tmp_path / "c").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"is damaged: {file.name} is not what was written"):
+        checkpoint.verify(tmp_path / "c")
+
+
+def test_a_list_of_files_cannot_point_outside(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    checkpoint.save(path, {"a": torch.ones(2)})
+    about = json.loads((path / "checkpoint.json").read_text())
+    for name in ("../secret", "/etc/passwd", "a/../../b"):
+        (path / "checkpoint.json").write_text(json.dumps({**about, "files": {name: [1, 1]}}))
+        with pytest.raises(ValueError, match="points outside of it"):
+            checkpoint.verify(path)
+
+
+def failing_in_background(path: str) -> str:
+    if rank() == 1:
+        torch.distributed.checkpoint.filesystem.FileSystem.create_stream = full
+    saving = checkpoint.Saving(path, {f"of {rank()}": torch.ones(10)})
+    with pytest.raises(RuntimeError, match=r"was not written: rank 1: .*No space left") as caught:
+        saving.finish()
+    return str(caught.value)
+
+
+def full(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_failure_in_the_background_is_told_to_all_ranks(tmp_path: Path) -> None:
+    assert len(set(run(2, failing_in_background, str(tmp_path / "c"), timeout_s=60))) == 1
+    assert not (tmp_path / "c").exists()

@@ -105,3 +105,43 @@ def test_norm_over_two_axes() -> None:
         assert other == pytest.approx(WHOLE["column"].norm().item(), rel=1e-14)
         assert sorted(axes) == ["dp", "tp"]  # one all-reduce per axis
         assert bits == ranks[0][3]
+
+
+# -------------------------------------------------------------------------------------------- several strategies' specs
+
+
+def axis(name: str) -> core.Axis:
+    return core.Axis(name, 2, 0, None, ((0, 1),), communicates=False)
+
+
+def test_specs_of_several_strategies_are_merged() -> None:
+    tp, ep, edp, pp = (axis(name) for name in ("tp", "ep", "edp", "pp"))
+    merged = core.merge_specs(
+        {"norm": core.ParamSpec(grad_sum=(tp,)), "up": core.ParamSpec((core.Shard(tp, 1),))},
+        {"up": core.ParamSpec((core.Shard(ep, 0),), data_axis=edp)},
+        {name: core.ParamSpec(stages=pp) for name in ("norm", "up", "head")},
+    )
+    assert merged["norm"] == core.ParamSpec(grad_sum=(tp,), stages=pp)
+    assert merged["up"] == core.ParamSpec((core.Shard(tp, 1), core.Shard(ep, 0)), data_axis=edp, stages=pp)
+    assert merged["head"] == core.ParamSpec(stages=pp)
+
+
+def test_specs_that_contradict_each_other_are_refused() -> None:
+    tp, ep = axis("tp"), axis("ep")
+    one = {"w": core.ParamSpec((core.Shard(tp, 0),), data_axis=tp)}
+    with pytest.raises(ValueError, match="w: two strategies divide it along dim 0"):
+        core.merge_specs(one, {"w": core.ParamSpec((core.Shard(ep, 0),))})
+    with pytest.raises(ValueError, match="w: two strategies name a data_axis, tp and ep"):
+        core.merge_specs(one, {"w": core.ParamSpec(data_axis=ep)})
+
+
+def norm_over_stages() -> float:
+    """Each stage has other pieces, on other axes."""
+    mesh = core.Mesh(pp=2, tp=2)
+    own = [(torch.tensor([3.0]), ()), (torch.tensor([float(mesh.tp.rank)]), (mesh.tp,))]
+    pieces = own if mesh.pp.rank == 0 else [(torch.tensor([4.0]), ())]
+    return core.global_norm(pieces, stages=mesh.pp).item()
+
+
+def test_a_norm_adds_up_over_stages_with_different_pieces() -> None:
+    assert testing.run(4, norm_over_stages) == [pytest.approx(26.0**0.5)] * 4

@@ -41,7 +41,7 @@ def test_one_rank_two_ranks_and_torchrun_train_alike(tmp_path: Path, capsys: pyt
     assert "largest relative difference" in capsys.readouterr().out
     record = metrics.read(tmp_path / "two" / metrics.METRICS)[0]
     assert record["collectives"]["all_reduce/dp"]["calls"] == 1  # one bucket holds the whole model
-    assert record["collectives"]["all_gather/dp"] == {"calls": 1, "bytes": 16}  # loss and memory, two numbers
+    assert record["collectives"]["all_gather/dp"] == {"calls": 1, "bytes": 32}  # loss, memory and two flags
 
     capsys.readouterr()
     evaluation = (
@@ -71,3 +71,47 @@ def test_a_failing_rank_ends_the_run_with_its_error_alone(tmp_path: Path) -> Non
     assert re.match(r"rank 1: #\d+ all_reduce on dp 'gradients' .* from \w+.py:\d+", places[where + 2]), places[
         where + 2
     ]
+
+
+def test_a_run_goes_on_in_another_layout_and_answers_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pipeline and experts first, then tensor and sequence parallelism; whole in between and after."""
+    small = SMALL.replace("--steps 3", "--steps 4").replace("--layers 1", "--layers 2").split()
+    first = ("--pp", "2", "--dp", "2", "--ep", "2", "--microbatches", "2", "--zero", "2")
+    assert cli.main(["train", *small, "--output-dir", str(tmp_path / "one")]) == 0
+    begun = run("nanopar_sft", "train", *small, "--steps", "2", *first, "--save-every", "2", cwd=tmp_path)
+    assert begun.returncode == 0, begun.stderr
+    assert "layout: pp=2 dp=2 ep=2, zero=2; pipeline 1f1b, 33% of it idle" in begun.stderr
+    second = (
+        "--tp",
+        "2",
+        "--sp",
+        "true",
+        "--recompute",
+        "true",
+        "--resume",
+        "auto",
+        "--save-every",
+        "2",
+        "--keep",
+        "1",
+    )
+    ended = run("nanopar_sft", "train", *small, *second, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [path.name for path in (tmp_path / "runs/sft/checkpoints").iterdir()] == ["step-000004"], "keep=1"
+    one, moved = (metrics.read(tmp_path / name / metrics.METRICS) for name in ("one", "runs/sft"))
+    for here, there in zip(one, moved, strict=True):
+        assert there["loss"] == pytest.approx(here["loss"], rel=2e-5)
+        assert there["grad_norm"] == pytest.approx(here["grad_norm"], rel=1e-3)  # fp32: a router near a tie may tip
+    question = ("--prompt", "Mia has 3 cards. Tom gives Mia 4. How many?", "--max-new-tokens", "6")
+    texts = [
+        run("nanopar_sft", "generate", "--model", "runs/sft", *question, *layout.split(), cwd=tmp_path).stdout
+        for layout in ("", "--pp 2", "--tp 2 --ep 2 --etp 1")
+    ]
+    assert texts[0].strip()
+    assert texts[1:] == texts[:1] * 2
+    asked = ("--model", "runs/sft", "--eval-rows", "5", "--max-new-tokens", "4", "--dp", "2", "--ep", "2")
+    evaluated = run("nanopar_sft", "eval", *asked, cwd=tmp_path)
+    last = json.loads(evaluated.stdout.strip().splitlines()[-1])
+    assert last["total"] == 5
+    final = metrics.read(tmp_path / "runs/sft" / metrics.EVALUATIONS)[-1]
+    assert last["loss"] == pytest.approx(final["loss"], rel=1e-5)

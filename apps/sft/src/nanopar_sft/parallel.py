@@ -31,6 +31,7 @@ import nanopar_tensor as tensor
 import nanopar_zero as zero
 from nanopar_core import Axis, Mesh, ParamSpec
 from nanopar_core.along import all_gather_along
+from nanopar_core.mesh import DENSE
 from nanopar_core.sharding import places_of_part, whole_shape
 from nanopar_models.cache import KVCache
 from nanopar_models.loss import IGNORE
@@ -76,11 +77,7 @@ class ParallelModel:
     ) -> None:
         self.model, self.layout, self.mesh = model, layout, mesh
         self.optimizer: zero.ZeroOptimizer | None = None
-        self.axes = Axes(
-            mesh.flatten("dp", "cp"),
-            mesh.flatten("dp_replicate", "dp", "cp"),
-            mesh.flatten("pp", "dp_replicate", "dp", "cp", "tp"),
-        )
+        self.axes = Axes(_flat(mesh, "dp", "cp"), _flat(mesh, "dp_replicate", "dp", "cp"), _flat(mesh, *DENSE))
         self._schedule = schedules.NAMED[schedule](layout.pp, layout.chunks, layout.microbatches)
         self._counted = 1
         self._runner: pipeline.Runner | None = None
@@ -344,6 +341,15 @@ class ParallelModel:
     def in_step(self) -> bool:
         """Whether ranks with sequences of their own must call the model equally often."""
         return self.layout.ep > 1
+
+
+def _flat(mesh: Mesh, *names: str) -> Axis:
+    """One axis from those that have several ranks: that axis itself, by its own name, where there is only one."""
+    several = [name for name in names if mesh.sizes[name] > 1]
+    if len(several) > 1:
+        return mesh.flatten(*several)
+    axis: Axis = getattr(mesh, several[0] if several else "dp")
+    return axis
 
 
 def together(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
