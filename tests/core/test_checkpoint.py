@@ -356,6 +356,8 @@ def test_a_list_of_files_cannot_point_outside(tmp_path: Path) -> None:
 
 
 def failing_in_background(path: str) -> str:
+    import torch.distributed.checkpoint
+
     if rank() == 1:
         torch.distributed.checkpoint.filesystem.FileSystem.create_stream = full
     saving = checkpoint.Saving(path, {f"of {rank()}": torch.ones(10)})

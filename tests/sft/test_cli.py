@@ -124,7 +124,7 @@ def test_exit_statuses(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["train"])
 
 
-NAMES = "train, eval, generate, data, export, trace, compare, env"
+NAMES = "train, eval, generate, data, export, trace, verify, compare, env"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ NAMES = "train, eval, generate, data, export, trace, compare, env"
         (
             ["train", "--nproc", "2", "--dp", "3"],
             "dp=3 needs 3 rank(s), but there would be 2: "
-            "make nproc (or torchrun's --nproc-per-node) and dp equal, or leave dp out",
+            "make nproc (or torchrun's --nproc-per-node) and the layout equal, or leave dp out",
         ),
     ],
 )

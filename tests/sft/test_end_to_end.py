@@ -75,7 +75,10 @@ def test_a_failing_rank_ends_the_run_with_its_error_alone(tmp_path: Path) -> Non
 
 def test_a_run_goes_on_in_another_layout_and_answers_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Pipeline and experts first, then tensor and sequence parallelism; whole in between and after."""
-    small = SMALL.replace("--steps 3", "--steps 4").replace("--layers 1", "--layers 2").split()
+    small = [
+        *SMALL.replace("--steps 3", "--steps 4").replace("--layers 1", "--layers 2").split(),
+        "--lr-schedule=constant",
+    ]
     first = ("--pp", "2", "--dp", "2", "--ep", "2", "--microbatches", "2", "--zero", "2")
     assert cli.main(["train", *small, "--output-dir", str(tmp_path / "one")]) == 0
     begun = run("nanopar_sft", "train", *small, "--steps", "2", *first, "--save-every", "2", cwd=tmp_path)

@@ -19,9 +19,9 @@ def test_trace_of_two_ranks(tmp_path: Path) -> None:
     by_op = {row[0]: row for row in rows}
     # No-sync holds the first micro-batch back: one reduction of the one bucket, and one exchange of two float64.
     assert by_op["all_reduce"][1:4] == ["dp", "gradients", "1"]
-    assert by_op["all_gather"][1:] == ["dp", "metrics", "1", "16", "16"]
+    assert by_op["all_gather"][1:] == ["dp", "metrics", "1", "32", "32"]
     bucket = int(by_op["all_reduce"][4].replace(",", ""))
-    assert by_op["all"][3:] == ["2", f"{bucket + 16:,}", f"{bucket + 16:,}"]
+    assert by_op["all"][3:] == ["2", f"{bucket + 32:,}", f"{bucket + 32:,}"]
     for rank in range(2):
         events = json.loads((tmp_path / "out" / "trace" / f"rank-{rank}.json").read_text())["traceEvents"]
         names = [event.get("name", "") for event in events]

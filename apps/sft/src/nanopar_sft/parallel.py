@@ -228,7 +228,7 @@ class ParallelModel:
         total = torch.zeros((), device=device)
         for number, micro in enumerate(micro_batches, start=1):
             with nullcontext() if number == len(micro_batches) else self.optimizer.no_sync():
-                inputs, labels = self._part_of(micro, device)
+                inputs, labels = self._part_of(together([micro], self._shortest)[0], device)
                 output = self.model(**inputs)
                 loss = self._share_of_loss(output.logits, labels)
                 if output.aux_loss is not None:
@@ -241,7 +241,7 @@ class ParallelModel:
         self, runner: pipeline.Runner, micro_batches: Sequence[MicroBatch], device: torch.device
     ) -> Tensor:
         assert self.optimizer is not None
-        pieces = [self._part_of(micro, device) for micro in together(micro_batches)]
+        pieces = [self._part_of(micro, device) for micro in together(micro_batches, self._shortest)]
         inputs = {key: torch.cat([part[key] for part, _ in pieces]) for key in pieces[0][0]}
         labels = torch.cat([part for _, part in pieces])
         if self.layout.sp:
@@ -273,6 +273,11 @@ class ParallelModel:
         inputs = {"input_ids": ids, "position_ids": positions, "sample_ids": samples}
         moved = {name: one.to(device, non_blocking=True) for name, one in inputs.items()}
         return {**moved, "attention_mask": mask}, labels.to(device, non_blocking=True)
+
+    @property
+    def _shortest(self) -> int:
+        """Every rank of a divided sequence needs a position."""
+        return self.layout.tp * self.layout.cp if self.layout.sp else 0
 
     def _share_of_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.model.loss(logits, labels, self._counted)
@@ -352,10 +357,10 @@ def _flat(mesh: Mesh, *names: str) -> Axis:
     return axis
 
 
-def together(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The same padded to one shape, as a pipeline needs them: rows and tokens that are added are padding."""
+def together(micro_batches: Sequence[MicroBatch], shortest: int = 0) -> list[MicroBatch]:
+    """The same padded to one shape, as a pipeline needs them, at least ``shortest`` long: what is added is padding."""
     rows = max(micro.input_ids.shape[0] for micro in micro_batches)
-    length = max(micro.input_ids.shape[1] for micro in micro_batches)
+    length = max(shortest, *(micro.input_ids.shape[1] for micro in micro_batches))
 
     def padded(values: Tensor, fill: int = 0) -> Tensor:
         return F.pad(values, (0, length - values.shape[1], 0, rows - values.shape[0]), value=fill)

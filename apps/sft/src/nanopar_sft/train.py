@@ -134,7 +134,7 @@ class Trainer:
         assert self.parallel.optimizer is not None
         self.model, self.optimizer = model.train(), self.parallel.optimizer
         self._saving: Saving | None = None
-        self._is_stopping = False
+        self._all_written = self._stop_requested = self._is_stopping = False
         if config.compile:
             self.model.compile_layers()
 

@@ -81,7 +81,7 @@ class Stored:
         """
         ranges = [range(length) for length in self.shape] if ranges is None else list(ranges)
         out = torch.empty([len(one) for one in ranges], dtype=self.dtype) if out is None else out
-        copied = 0
+        copied, used = 0, 0
         for places, box in self._boxes:
             common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(ranges, places, strict=True)]
             if all(common):
@@ -89,12 +89,13 @@ class Stored:
                 there = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, places, strict=True))
                 out[here].copy_(box[there])
                 copied += prod(map(len, common))
-        if copied < out.numel() or (copied > out.numel() and not self._covers(ranges)):
+                used += 1
+        if copied < out.numel() or (used > 1 and not self._covers(ranges)):
             raise ValueError(f"the files lack a part of {self.name}")
         return out
 
     def _covers(self, ranges: Sequence[range]) -> bool:
-        """Whether boxes that overlap leave nothing out."""
+        """Whether several boxes, which may overlap, leave nothing out."""
         seen = torch.zeros([len(one) for one in ranges], dtype=torch.bool)
         for places, _ in self._boxes:
             here = (
