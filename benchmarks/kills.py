@@ -52,8 +52,8 @@ def start(folder: Path) -> subprocess.Popen[str]:
     environment["OMP_NUM_THREADS"] = "1"
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(RESTARTS)]
     command = [sys.executable, "-m", *launcher, "-m", "nanopar_sft", "train", *RUN.split(), "--output-dir", str(folder)]
-    log = (folder.parent / f"{folder.name}.log").open("w")
-    return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment, start_new_session=True)
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment, start_new_session=True)
 
 
 def ranks_of(run: subprocess.Popen[str]) -> list[int]:

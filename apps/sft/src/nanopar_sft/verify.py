@@ -41,6 +41,7 @@ from nanopar_sft.parallel import ParallelModel, ValueOf
 
 EXAMPLES = 96
 LINE_EVERY = 20  # layouts
+EPS = 1e-4  # AdamW's: where a gradient is zero but for rounding, an update must not be made of that
 PARTS = ("loss", "norm", "gradients", "weights", "next loss", "replicas")
 
 
@@ -126,7 +127,7 @@ def in_one_process(config: Config) -> dict[str, Any]:
         {**group, "params": [names[name] for name in group["params"]]}
         for group in assemble.parameter_groups(model, config.weight_decay)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=False)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=EPS, foreach=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     batches, result = batches_of(config, shape), _Result()
     for step in range(_steps(config) + 1):
@@ -156,7 +157,7 @@ def on_rank(config: Config, device: torch.device) -> dict[str, Any]:
     parallel = assemble.build_parallel(config, model)
     with _values(config, shape) as value_of:
         optimizer = parallel.shard(
-            lambda groups: torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=False),
+            lambda groups: torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=EPS, foreach=False),
             value_of,
             stage=config.zero,
             groups=groups,

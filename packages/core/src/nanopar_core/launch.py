@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,11 @@ from nanopar_core.ledger import observing
 
 GRACE_S = 3.0  # how long a rank may take to end by itself after a failure elsewhere or its own
 POLL_S = 0.5
+STORE_S = 5.0  # a store that does not answer for so long is gone
+END_S = 20.0  # a rank that has failed ends at the latest after this, whatever blocks
 POSITIONS_S = 1.5  # how long a failed rank waits for the others to say where they are
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -197,11 +202,16 @@ class _Alarm:
         """Announce this rank's failure; False when another rank was first."""
         self._own = traceback.format_exc()
         message = f"rank {self._rank} failed: {reason}"
-        try:
+        last = threading.Timer(END_S, self._end)  # whatever blocks now: a link that is cut, a group that waits
+        last.daemon = True
+        last.start()
+
+        def announce() -> bool:
             self._leave_position()
             return bool(self._store.compare_set(self._key, "", message).decode() == message)
-        except RuntimeError:  # the store is gone with the rank or launcher that held it
-            return True
+
+        # The store may be gone with the rank, launcher or machine that held it: then this rank's failure is the first.
+        return _answer_within(STORE_S, announce, otherwise=True)
 
     def reason(self) -> str:
         """What the first rank that failed said."""
@@ -209,6 +219,10 @@ class _Alarm:
 
     def positions(self) -> str:
         """Where every rank was when this one failed; a rank that does not say so soon is dead, or stopped."""
+        gone = "no word from the other ranks: the machine that holds the job's store, or the link to it, is gone"
+        return _answer_within(STORE_S, self._positions, otherwise=gone)
+
+    def _positions(self) -> str:
         lines = []
         deadline = time.monotonic() + POSITIONS_S
         for rank in range(self._size):
@@ -262,5 +276,25 @@ class _Alarm:
             return
         if self._finished.wait(GRACE_S):
             return
-        print(self._own or f"rank {self._rank} stops because {failed}", file=sys.stderr, flush=True)
+        self._end(f"rank {self._rank} stops because {failed}")
+
+    def _end(self, message: str = "") -> None:
+        """The main thread has not come to its end by itself."""
+        if self._finished.is_set():
+            return
+        print(self._own or message, file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _answer_within(seconds: float, ask: Callable[[], T], *, otherwise: T) -> T:
+    """What ``ask`` returns; ``otherwise`` where that takes too long or the store is gone."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    asking = threading.Thread(target=run, name="nanopar-store", daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else otherwise
