@@ -123,3 +123,12 @@ def test_a_schedule_of_ones_own_is_checked(actions: list[list[Action]], message:
 def test_numbers_that_do_not_fit(make: Make, numbers: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(*numbers)
+
+
+def test_stages_may_take_different_times() -> None:
+    schedule = schedules.one_f_one_b(2, 1, 3)
+    uniform = schedule.simulate(forward=2.0, backward=3.0)
+    given = schedule.simulate(of_stages={(s, k): t for s in (0, 1) for k, t in (("F", 2.0), ("B", 3.0))})
+    assert given.makespan == uniform.makespan
+    slow = schedule.simulate(forward=2.0, backward=3.0, of_stages={(1, "F"): 4.0})
+    assert slow.makespan == 2 + 3 * (4 + 3) + 3, "the second stage is busy from its first forward on"

@@ -55,9 +55,12 @@ def as_svg(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str = "") -> st
     return "\n".join(part for part in [*parts, "</svg>"] if part) + "\n"
 
 
-def write_svg(simulation: Simulation, file: str | Path) -> None:
-    """The timeline of all ranks."""
-    rows = [(f"rank {rank}", spans) for rank, spans in enumerate(simulation.spans)]
+def write_svg(simulation: Simulation, file: str | Path, *, measured: Sequence[Sequence[Span]] | None = None) -> None:
+    """The timeline of all ranks; below each the one that was measured (``Runner.spans`` of all ranks), on one scale."""
+    rows: list[tuple[str, Sequence[Span]]] = []
+    for rank, spans in enumerate(simulation.spans):
+        rows.append((f"rank {rank}" if measured is None else f"rank {rank} planned", spans))
+        rows += [] if measured is None else [(f"rank {rank} measured", measured[rank])]
     bubble = f"{simulation.schedule.name}: bubble {simulation.bubble:.1%}"
     Path(file).write_text(as_svg(rows, title=bubble))
 

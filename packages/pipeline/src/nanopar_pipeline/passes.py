@@ -14,7 +14,7 @@ simulation runs with messages too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,12 +140,14 @@ def simulate(
     input_part: float = 1.0,
     weight_part: float = 1.0,
     communication: float = 0.0,
+    of_stages: Mapping[tuple[int, str], float] | None = None,
 ) -> Simulation:
     """The times of all actions, each as early as its rank and what it needs allow.
 
     Args:
         forward, input_part, weight_part: of F, I and W of a stage.
         backward: of B; by default both its parts together.
+        of_stages: by stage and kind, where stages differ, as when they were measured.
         communication: from the end of an action to where another rank can use what it made.
 
     Raises:
@@ -169,7 +171,7 @@ def simulate(
                     break
                 ready = (ended[one] + (communication if schedule.rank_of(one[0]) != rank else 0.0) for one in required)
                 start = max([free[rank], *ready])
-                free[rank] = start + times[action.kind]
+                free[rank] = start + (of_stages or {}).get((action.stage, action.kind), times[action.kind])
                 spans[rank].append(Span(action, start, free[rank]))
                 ended[action.stage, action.kind, action.microbatch] = free[rank]
                 if action.kind == "I":

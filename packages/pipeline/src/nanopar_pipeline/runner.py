@@ -47,8 +47,8 @@ class Runner:
             are complete after that.
 
     Attributes:
-        spans: when the actions of the last step ran on this rank, in seconds since its begin; on CUDA, when they were
-            launched.
+        spans: when the actions of the last step computed on this rank, in seconds since its begin, what they waited for
+            left out; on CUDA, when they were launched.
 
     Raises:
         ValueError: a schedule that does not fit the axis or the stages.
@@ -159,6 +159,7 @@ class _Step:
         self.incoming: dict[tuple[int, bool], Incoming] = {}
         self.outgoing: dict[tuple[int, bool], Outgoing] = {}
         self.started: set[int] = set()
+        self.arrived = 0.0  # when the present action had what it needs from other ranks
         self.in_parts = {(action.stage, action.microbatch) for action in self.actions if action.kind == "W"}
         last = {action.stage: place for place, action in enumerate(self.actions) if action.kind in "BIW"}
         self.last = {place: stage for stage, place in last.items()}
@@ -168,10 +169,10 @@ class _Step:
         self._open_channels()
         begin = time.perf_counter()
         for place, action in enumerate(self.actions):
-            start = time.perf_counter()
             self._callbacks(place, action)
+            self.arrived = time.perf_counter()
             getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
-            self.spans.append(Span(action, start - begin, time.perf_counter() - begin))
+            self.spans.append(Span(action, self.arrived - begin, time.perf_counter() - begin))
             for outgoing in self.outgoing.values():
                 outgoing.release()
         for outgoing in self.outgoing.values():
@@ -278,6 +279,7 @@ class _Step:
             tensors = self.local.pop(("forward", message))
         else:
             tensors = self.incoming[sender, False].take(message, lambda found: self._remember(message, found))
+            self.arrived = time.perf_counter()
         described = self._description(message)
         assert described is not None
         return [
@@ -304,6 +306,7 @@ class _Step:
         if sender == self.runner.axis.rank:
             return self.local.pop(("backward", message))
         gradients = self.incoming[sender, True].take(message)
+        self.arrived = time.perf_counter()
         self.outgoing[sender, False].arrived(Message(stage, number))  # what it is the gradient of
         return gradients
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanopar_pipeline.passes import Simulation, check, simulate
 
@@ -83,7 +83,7 @@ class Schedule:
         """The stages of a rank, in the order of forward."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
-    def simulate(self, **times: float) -> Simulation:
+    def simulate(self, **times: Any) -> Simulation:
         """The run with given times; see ``passes.simulate``."""
         return simulate(self, **times)
 
