@@ -38,7 +38,7 @@ class Fake:
     def check(self, command: str, _config: Config) -> None:
         self.checked.append(command)
 
-    def launch(self, nproc: int, arguments: list[str], *, threads: int | None) -> int:
+    def launch(self, nproc: int, arguments: list[str], *, threads: int | None, shutdown_s: int) -> int:  # noqa: ARG002
         self.launched.append((nproc, arguments, threads))
         return 7
 

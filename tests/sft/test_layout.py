@@ -4,7 +4,7 @@ import pytest
 
 from nanopar_models import PhiMoEConfig
 from nanopar_models.config import LongRope
-from nanopar_sft.layout import Layout, explained, nearest, problem
+from nanopar_sft.layout import Layout, explained, nearest_layouts, problem
 
 MODEL = PhiMoEConfig(
     vocab_size=50,
@@ -53,6 +53,6 @@ def test_the_nearest_possible_layouts_are_named() -> None:
         "ep=4 x etp=4 does not divide dp=2 x cp=1 x tp=4 = 8 ranks; possible with 8 ranks: dp=2 tp=4 ep=2, dp=2 tp=4, "
         "dp=2 tp=4 ep=2 etp=1"
     )
-    for near in nearest(Layout(tp=4, etp=4, dp=2, ep=4), MODEL, 12, 16, 8):
+    for near in nearest_layouts(Layout(tp=4, etp=4, dp=2, ep=4), MODEL, 12, 16):
         assert near.ranks == 8
         assert problem(near, MODEL, 12, 16) is None

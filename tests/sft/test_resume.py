@@ -65,12 +65,11 @@ def train(name: str, first: int, last: int, load: str | None, save: str | None) 
         )
     if load is not None:
         zero.load(load, parallel.part, optimizer)
-    batches, mesh, layout = verify.batches_of(config, shape), parallel.mesh, parallel.layout
+    batches = verify.batches_of(config, shape)
     losses = []
     for step in range(first, last):
         optimizer.zero_grad()
-        of_batch = mesh.dp_replicate.rank * layout.dp + mesh.dp.rank
-        micro_batches = batches.local(step, of_batch, layout.batches, config.microbatches)
+        micro_batches = parallel.micro_batches(batches, step)
         share = parallel.forward_backward(micro_batches, batches.label_count(step), torch.device("cpu"))
         optimizer.clip_grad_norm_(1.0)
         losses.append(core.all_reduce(share.double(), parallel.axes.everyone_with_data).item())

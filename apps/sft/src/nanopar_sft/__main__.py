@@ -64,8 +64,9 @@ def _dispatch(arguments: list[str]) -> int:
     world_size = launcher.world_size() if is_rank else config.ranks(command)
     config = config.resolve(command, world_size)
     preflight.check(command, config)
-    if world_size > 1 and not is_rank:
-        return launcher.launch(world_size, arguments, threads=config.threads)
+    if world_size > 1 and not is_rank and not (command == "train" and config.dry_run):
+        shutdown_s = launcher.SAVING_S if command == "train" else launcher.SHUTDOWN_S
+        return launcher.launch(world_size, arguments, threads=config.threads, shutdown_s=shutdown_s)
     COMMANDS[command].run(config)
     return 0
 

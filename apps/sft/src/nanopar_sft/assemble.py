@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 import nanopar_models as models
-import nanopar_pipeline as pipeline
 import nanopar_zero as zero
-from nanopar_core import Axis, Mesh
+from nanopar_core import Mesh
 from nanopar_models.weights import read_config
 from nanopar_sft import layout
 from nanopar_sft.batches import Batches
 from nanopar_sft.chat import Chat, Encoded
-from nanopar_sft.config import TWO_STAGES, Config
+from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
+from nanopar_sft.footprint import names_by_stage
 from nanopar_sft.parallel import ParallelModel, ValueOf
 from nanopar_sft.rows import Row, load_rows
 from nanopar_sft.synthetic import Difficulty
@@ -185,28 +185,31 @@ def model_to_train(config: Config, chat: Chat) -> models.PhiMoE:
     model = build_model(config, chat, dtype=torch.float64 if config.precision == "fp64" else torch.float32)
     check_layout(config, model.config, training=True)
     _check_stages(config, model)
-    with values_of(config, model.config):
-        return model
+    _check_values(config, model.config)
+    return model
 
 
 def model_to_answer(config: Config, chat: Chat) -> models.PhiMoE:
     """Likewise, for what only evaluates and generates."""
     model = build_model(config, chat)
     check_layout(config, model.config, training=False)
-    with values_of(config, model.config):
-        return model
+    _check_values(config, model.config)
+    return model
+
+
+def _check_values(config: Config, shape: models.PhiMoEConfig) -> None:
+    """Open the model's files, which checks that they have all its tensors."""
+    with values_of(config, shape):
+        pass
 
 
 def _check_stages(config: Config, model: models.PhiMoE) -> None:
     """Every stage must have something to train."""
-    wanted = config.layout()
-    for rank in range(wanted.pp if wanted.pp > 1 and config.freeze else 0):
-        axis = Axis("pp", wanted.pp, rank, None, (tuple(range(wanted.pp)),), communicates=False)
-        placement = "v" if config.schedule in TWO_STAGES else "loop"
-        stages, _ = pipeline.split(model, None, axis, chunks=wanted.chunks, placement=placement)
-        if not any(parameter.requires_grad for stage in stages for parameter in stage.parameters()):
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for rank, names in enumerate(names_by_stage(config, model)):
+        if not names & trained:
             raise InputError(
-                f"freeze={','.join(config.freeze)} leaves rank {rank} of pp={wanted.pp} nothing to train: use fewer "
+                f"freeze={','.join(config.freeze)} leaves rank {rank} of pp={config.pp} nothing to train: use fewer "
                 "pipeline ranks"
             )
 
@@ -220,7 +223,6 @@ def build_parallel(config: Config, model: models.PhiMoE) -> ParallelModel:
         wanted,
         Mesh(**sizes, etp=wanted.etp),
         schedule=config.schedule,
-        context_method=config.cp_method,
         longest=config.seq_len,
         recompute=config.recompute,
     )
@@ -258,7 +260,7 @@ def train_in(config: Config, parallel: ParallelModel, groups: list[dict[str, Any
     dtype = saved_dtype(config)
     with values_of(config, parallel.model.config) as value_of:
         parallel.shard(
-            lambda groups: torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True),
+            lambda own: torch.optim.AdamW(own, lr=config.lr, betas=config.betas, fused=True),
             value_of,
             stage=config.zero,
             groups=groups,

@@ -114,8 +114,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], NoDecode, CommaSeparated]
 
 # Which commands use a key.
-ALL = "train eval generate data export trace"
-MODEL = "train eval generate export trace verify"
+ALL = "train eval generate data trace verify"
+MODEL = "train eval generate trace verify"
 DATA = "train eval data trace"
 RANKS = "train eval generate trace verify"
 DECODE = "train eval generate"
@@ -167,16 +167,18 @@ class Config(BaseSettings):
     # Data
     data: str = key("synthetic", "Data", DATA, "synthetic, gsm8k, FILE.jsonl, directory, or hub id as org/name:split")
     eval_data: OptionalText = key(
-        None, "Data", DATA, "held-back rows, named as in data (none: the test split that belongs to data)"
+        None, "Data", "train eval data", "held-back rows, named as in data (none: the test split that belongs to data)"
     )
     train_rows: OptionalInt = key(
         None, "Data", "train data trace", "use only the first N training rows (none: all)", ge=1
     )
-    eval_rows: OptionalInt = key(None, "Data", DATA, "use only the first N held-back rows (none: all)", ge=1)
+    eval_rows: OptionalInt = key(
+        None, "Data", "train eval data", "use only the first N held-back rows (none: all)", ge=1
+    )
     seq_len: int = key(
         512,
         "Data",
-        f"{DATA} {COMPARE}",
+        f"{DATA} generate verify {COMPARE}",
         "longest sequence, in tokens; longer rows are left out and counted (compare: every sequence has this length)",
         ge=2,
     )
@@ -195,16 +197,22 @@ class Config(BaseSettings):
         ge=1,
     )
     epochs: OptionalFloat = key(None, "Optimisation", "train", "passes over the training rows, instead of steps", gt=0)
-    batch_size: int = key(32, "Optimisation", f"{DATA} {COMPARE}", "sequences per optimizer step, over all ranks", ge=1)
+    batch_size: int = key(
+        32, "Optimisation", f"{DATA} verify {COMPARE}", "sequences per optimizer step, over all ranks", ge=1
+    )
     microbatches: int = key(
         1, "Optimisation", f"{STEP} {COMPARE}", "gradient accumulation: parts of each rank's batch", ge=1
     )
     lr: float = key(2e-3, "Optimisation", STEP, "peak learning rate of AdamW", gt=0)
     lr_schedule: Literal["cosine", "linear", "constant"] = key(
-        "cosine", "Optimisation", STEP, "how the rate falls to 0 after the warm-up"
+        "cosine", "Optimisation", "train trace", "how the rate falls to 0 after the warm-up"
     )
     warmup: float = key(
-        0.03, "Optimisation", STEP, "linear warm-up: steps if 1 or more, a fraction of all steps if below", ge=0
+        0.03,
+        "Optimisation",
+        "train trace",
+        "linear warm-up: steps if 1 or more, a fraction of all steps if below",
+        ge=0,
     )
     weight_decay: float = key(0.01, "Optimisation", STEP, "not applied to norms, biases and embeddings", ge=0)
     betas: Betas = key((0.9, 0.95), "Optimisation", STEP, "AdamW's two averaging factors")
@@ -216,7 +224,9 @@ class Config(BaseSettings):
         STEP,
         "put several examples of a micro-batch into a row of at most seq_len tokens, each seeing itself only",
     )
-    seed: int = key(0, "Optimisation", "train eval generate data trace", "of initial weights, data and sampling", ge=0)
+    seed: int = key(
+        0, "Optimisation", "train eval generate data trace verify", "of initial weights, data and sampling", ge=0
+    )
 
     # Ranks and memory
     nproc: OptionalInt = key(
@@ -238,10 +248,10 @@ class Config(BaseSettings):
     )
     pp: int = key(1, LAYOUT, RANKS, "pipeline ranks: each has some of the layers; microbatches fill the pipeline", ge=1)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"] = key(
-        "1f1b", LAYOUT, STEP, "of the pipeline; python -m nanopar_pipeline draws them"
+        "1f1b", LAYOUT, RANKS, "of the pipeline; python -m nanopar_pipeline draws them"
     )
     virtual_stages: OptionalInt = key(
-        None, LAYOUT, STEP, "stages on each pipeline rank (none: 2 where the schedule needs several, else 1)", ge=1
+        None, LAYOUT, RANKS, "stages on each pipeline rank (none: 2 where the schedule needs several, else 1)", ge=1
     )
     ep: int = key(1, LAYOUT, RANKS, "expert-parallel ranks, among those of dp, cp and tp: each has some experts", ge=1)
     etp: OptionalInt = key(
@@ -264,14 +274,14 @@ class Config(BaseSettings):
     compile: bool = key(
         False,
         "Ranks and memory",
-        STEP,
+        "train trace",
         "have torch.compile compile the layers: some minutes at the first steps, faster ones afterwards (figures in "
         "docs/benchmarks/models.md); needs a C++ compiler",
     )
     threads: OptionalInt = key(
         None,
         "Ranks and memory",
-        f"{DECODE} {COMPARE}",
+        f"{RANKS} {COMPARE}",
         "CPU threads of each rank (none: cores divided by local ranks)",
         ge=1,
     )
@@ -399,7 +409,7 @@ class Config(BaseSettings):
             etp=self.tp if self.etp is None else self.etp,
             sp=self.sp and self.tp > 1,
             cp_method=self.cp_method,
-            chunks=self.virtual_stages or (2 if self.schedule in SEVERAL_STAGES and self.pp > 1 else 1),
+            chunks=1 if self.pp == 1 else self.virtual_stages or (2 if self.schedule in SEVERAL_STAGES else 1),
             microbatches=self.microbatches,
         )
 

@@ -4,6 +4,7 @@ Of the model no more than one file of the directory is in memory at a time.
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 import nanopar_models as models
 from nanopar_core import checkpoint
 from nanopar_models import PhiMoEConfig
-from nanopar_sft.checkpoints import checkpoint_of
+from nanopar_sft.checkpoints import checkpoint_of, newest_whole_checkpoint
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 
@@ -22,9 +23,14 @@ WEIGHTS = "model."  # how names of weights begin in a checkpoint
 def run(config: Config) -> None:
     """Read ``config.resume`` and write ``config.output_dir``."""
     path = checkpoint_of(config.resume or "", config.output_dir)
+    if config.resume == "auto":
+        path = newest_whole_checkpoint(config.output_dir, lambda note: print(note, file=sys.stderr)) or path
     try:
+        checkpoint.verify(path)
         step = write_model(path, config.output_dir)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise InputError(f"resume={path}: not written by nanopar-sft train: it has no {error}") from None
+    except (AttributeError, TypeError, ValueError) as error:
         raise InputError(f"resume={path}: {error}") from None
     print(f"step {step} of {path} written to {config.output_dir}")
 

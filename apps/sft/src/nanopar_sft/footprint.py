@@ -13,14 +13,15 @@ from nanopar_zero.stages import STAGES
 def state_bytes(config: Config, model: PhiMoE) -> int:
     """Weights, gradients, masters and AdamW's moments on the rank with the most of them; activations apart."""
     layout = config.layout()
-    placement = "v" if config.schedule in TWO_STAGES else "loop"
-    return max(_of_stages(config, layout, names, model) for names in _names_by_rank(model, layout, placement))
+    return max(_of_stages(config, layout, names, model) for names in names_by_stage(config, model))
 
 
-def _names_by_rank(model: PhiMoE, layout: Layout, placement: str) -> list[set[str]]:
-    """Parameters by rank of the pipeline."""
+def names_by_stage(config: Config, model: PhiMoE) -> list[set[str]]:
+    """The parameters that each rank of the pipeline has."""
+    layout = config.layout()
     if layout.pp == 1:
         return [{name for name, _ in model.named_parameters()}]
+    placement = "v" if config.schedule in TWO_STAGES else "loop"
     names = []
     for rank in range(layout.pp):
         axis = Axis("pp", layout.pp, rank, None, (tuple(range(layout.pp)),), communicates=False)
@@ -30,13 +31,15 @@ def _names_by_rank(model: PhiMoE, layout: Layout, placement: str) -> list[set[st
 
 
 def _of_stages(config: Config, layout: Layout, names: set[str], model: PhiMoE) -> int:
-    compute, masters = (4, 0) if config.precision == "fp32" else (2, 4)
+    compute, masters = {"fp64": (8, 0), "fp32": (4, 0)}.get(config.precision, (2, 4))
+    kv = model.config.num_key_value_heads
     stage, total = STAGES[config.zero], 0.0
     for name, parameter in model.named_parameters():
         if name not in names:
             continue
         is_expert = ".experts." in name
         parts = layout.ep * layout.etp if is_expert else layout.tp if _is_divided(name) else 1
+        parts = min(parts, kv) if ".k_proj." in name or ".v_proj." in name else parts  # heads that several ranks have
         ranks = layout.edp if is_expert else layout.dp * layout.cp
         size = parameter.numel() / parts
         if parameter.requires_grad:

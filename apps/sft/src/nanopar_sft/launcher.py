@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 # kernel and faults them in again, page by page, which can take a tenth of a step on a CPU.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal that this process gets when its parent dies
-SHUTDOWN_S = 10  # ranks that ignore a signal this long are killed
+SHUTDOWN_S = 10  # ranks that ignore a signal this long are killed, where they need not save
+SAVING_S = 120  # where they may
 
 
 def in_rank() -> bool:
@@ -47,13 +48,21 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def launch(nproc: int, arguments: Sequence[str], *, threads: int | None = None, module: str = "nanopar_sft") -> int:
+def launch(
+    nproc: int,
+    arguments: Sequence[str],
+    *,
+    threads: int | None = None,
+    shutdown_s: int = SHUTDOWN_S,
+    module: str = "nanopar_sft",
+) -> int:
     """Run `python -m MODULE ARGUMENTS` as `nproc` ranks and wait for them.
 
     Args:
         nproc: number of ranks.
         arguments: the command line that every rank gets.
         threads: CPU threads of each rank. None: OMP_NUM_THREADS if it is set, else this machine's cores shared out.
+        shutdown_s: ranks that have not ended so long after a signal are killed.
         module: what to run.
 
     Returns:
@@ -83,7 +92,7 @@ def launch(nproc: int, arguments: Sequence[str], *, threads: int | None = None, 
             local_addr="localhost",  # a machine that cannot resolve its own name can still train
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            shutdown_timeout=SHUTDOWN_S,
+            shutdown_timeout=shutdown_s,
         )
         try:
             elastic_launch(launch_config, sys.executable)("-m", module, *arguments)

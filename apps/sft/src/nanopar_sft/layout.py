@@ -116,14 +116,14 @@ def problem(layout: Layout, shape: PhiMoEConfig, batch_size: int, seq_len: int) 
     return None
 
 
-def nearest(layout: Layout, shape: PhiMoEConfig, batch_size: int, seq_len: int, ranks: int) -> list[Layout]:
-    """The possible layouts of so many ranks that differ least from one: in few axes, and in these by small factors."""
+def nearest_layouts(layout: Layout, shape: PhiMoEConfig, batch_size: int, seq_len: int) -> list[Layout]:
+    """The possible layouts of as many ranks that differ least from one: in few axes, and in these by small factors."""
 
     def distance(other: Layout) -> tuple[int, float]:
         sizes = [(getattr(layout, name), getattr(other, name)) for name in (*AXES, "etp")]
         return sum(a != b for a, b in sizes) + (layout.sp != other.sp), sum(abs(log2(a / b)) for a, b in sizes)
 
-    possible = (one for one in _all(layout, ranks) if problem(one, shape, batch_size, seq_len) is None)
+    possible = (one for one in _all(layout, layout.ranks) if problem(one, shape, batch_size, seq_len) is None)
     return sorted(possible, key=distance)[:SHOWN]
 
 
@@ -132,8 +132,10 @@ def explained(layout: Layout, shape: PhiMoEConfig, batch_size: int, seq_len: int
     why = problem(layout, shape, batch_size, seq_len)
     if why is None:
         return None
-    near = nearest(layout, shape, batch_size, seq_len, layout.ranks)
-    return f"{why}; possible with {layout.ranks} ranks: {', '.join(map(str, near)) if near else 'none'}"
+    near = nearest_layouts(layout, shape, batch_size, seq_len)
+    if not near:
+        return f"{why}; no layout of {layout.ranks} rank(s) is possible: change the number of ranks"
+    return f"{why}; possible with {layout.ranks} ranks: {', '.join(map(str, near))}"
 
 
 def _all(layout: Layout, ranks: int) -> Iterator[Layout]:

@@ -9,13 +9,17 @@ shard        zero.shard               dp, cp, dp_replicate; each unit's values a
 or fill      the same values without an optimizer, to evaluate and generate
 
 train        micro-batches --cp: this rank's positions--> [pipeline] --> logits --> share of the step's loss
-answer       whole sequences: the ranks of dp and cp each have their own, those of tp and pp work on them together
+answer       whole sequences: the ranks of dp_replicate, dp and cp each have their own, those of tp and pp work on them
+             together
+
+What is sent is the strategies' own business: see their packages. Beside it the app sends, of a pipeline, the logits of
+the next token from its last stage; with tp, the parts of these logits; with ep, whether all ranks' answers have ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,7 +40,7 @@ from nanopar_core.sharding import places_of_part, whole_shape
 from nanopar_models.cache import KVCache
 from nanopar_models.loss import IGNORE
 from nanopar_pipeline import schedules
-from nanopar_sft.batches import MicroBatch
+from nanopar_sft.batches import Batches, MicroBatch
 from nanopar_sft.layout import Layout
 
 ValueOf = Callable[[str, tuple[int, ...], Sequence[Sequence[range]]], Tensor]
@@ -59,7 +63,6 @@ class ParallelModel:
         model: on the meta device; what is not to be trained frozen. It is changed.
         layout: sizes of the mesh's axes, and how they are used.
         schedule: of a pipeline, by its name in ``nanopar_pipeline.schedules.NAMED``.
-        context_method: of context parallelism.
         longest: no sequence that is trained on has more tokens.
         recompute: activations in backward.
     """
@@ -71,17 +74,22 @@ class ParallelModel:
         mesh: Mesh,
         *,
         schedule: str = "1f1b",
-        context_method: str = "all_gather",
         longest: int | None = None,
         recompute: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh = model, layout, mesh
         self.optimizer: zero.ZeroOptimizer | None = None
         self.axes = Axes(_flat(mesh, "dp", "cp"), _flat(mesh, "dp_replicate", "dp", "cp"), _flat(mesh, *DENSE))
-        self._schedule = schedules.NAMED[schedule](layout.pp, layout.chunks, layout.microbatches)
-        self._counted = 1
-        self._runner: pipeline.Runner | None = None
-        specs = [self._divide_tensors(context_method, longest), self._divide_experts()]
+        make_schedule = schedules.NAMED[schedule] if layout.pp > 1 else schedules.gpipe
+        self._schedule = make_schedule(layout.pp, layout.chunks, layout.microbatches)
+        self._runner: pipeline.Runner | None = None  # of training
+        self._answering: pipeline.Runner | None = None  # of evaluation and generation: one micro-batch at a time
+        self._count_of_step = (
+            1  # what losses are divided by; here, since a runner's loss_fn takes output and target only
+        )
+        self._held_back = ExitStack()  # no_sync, until the last backward of a pipeline's step
+        self._stages_to_end = 0
+        specs = [self._divide_tensors(longest), self._divide_experts()]
         model.set_recompute(recompute, core.keep_communicated if recompute else None)
         self.part: nn.Module = model
         if layout.pp > 1:
@@ -93,7 +101,7 @@ class ParallelModel:
         merged = core.merge_specs(*specs)
         self.specs = {name: spec for name, spec in merged.items() if name in here}
 
-    def _divide_tensors(self, context_method: str, longest: int | None) -> dict[str, ParamSpec]:
+    def _divide_tensors(self, longest: int | None) -> dict[str, ParamSpec]:
         layout, mesh = self.layout, self.mesh
         plan = {**self.model.tp_plan, "lm_head": "colwise"}  # logits stay divided: the loss takes them so
         if layout.ep > 1 or layout.etp < layout.tp:
@@ -107,7 +115,7 @@ class ParallelModel:
             mesh.tp,
             sequence=layout.sp,
             context_axis=mesh.cp if layout.cp > 1 else None,
-            context_method=context_method,
+            context_method=layout.cp_method,
             longest=longest,
         )
 
@@ -200,8 +208,7 @@ class ParallelModel:
         return fill
 
     def _make_answering_runner(self) -> None:
-        """A pipeline for one micro-batch at a time, which evaluation and generation use."""
-        self._answering: pipeline.Runner | None = None
+        """Another runner of the same stages; channels are made, so all ranks come here."""
         if self.layout.pp > 1:
             shape = self._schedule
             once = schedules.gpipe(shape.ranks, shape.chunks, 1, shape.placement)
@@ -209,6 +216,11 @@ class ParallelModel:
             self._answering = pipeline.Runner(stages, once, self.mesh.pp, self._share_of_loss)
 
     # -------------------------------------------------------------------------------------------------------- training
+
+    def micro_batches(self, batches: Batches, step: int, packed: int = 0) -> list[MicroBatch]:
+        """What this rank computes of a step (from 0); the same on all ranks of cp, tp and pp."""
+        place = self.mesh.dp_replicate.rank * self.layout.dp + self.mesh.dp.rank
+        return batches.local(step, place, self.layout.batches, self.layout.microbatches, packed)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int, device: torch.device) -> Tensor:
         """Forward and backward of this rank's micro-batches; gradients are complete after ``clip_grad_norm_``.
@@ -222,7 +234,7 @@ class ParallelModel:
             ranks of tp and pp.
         """
         assert self.optimizer is not None
-        self._counted = counted
+        self._count_of_step = counted
         if self._runner is not None:
             return self._through_pipeline(self._runner, micro_batches, device)
         total = torch.zeros((), device=device)
@@ -231,7 +243,7 @@ class ParallelModel:
                 inputs, labels = self._part_of(together([micro], self._shortest)[0], device)
                 output = self.model(**inputs)
                 loss = self._share_of_loss(output.logits, labels)
-                if output.aux_loss is not None:
+                if output.aux_loss is not None:  # batch-wide: check_layout admits it where the batch is not cut
                     loss = loss + self.model.config.router_aux_loss_coef * output.aux_loss
                 self.optimizer.scale(loss).backward()
                 total = total + loss.detach()
@@ -247,18 +259,19 @@ class ParallelModel:
         if self.layout.sp:
             tensor.set_sequence_length(self.part, labels.shape[1])
         self.optimizer.hold(gradients=True)
-        self._held_back: AbstractContextManager[None] = self.optimizer.no_sync()
         self._stages_to_end = self.layout.chunks
-        self._held_back.__enter__()
-        loss = runner.step(inputs, labels)
-        self.optimizer.release()
-        return loss
+        try:
+            with self._held_back:
+                self._held_back.enter_context(self.optimizer.no_sync())
+                return runner.step(inputs, labels)
+        finally:
+            self.optimizer.release()
 
     def _reduce_after_last(self, _stage: int) -> None:
-        """The last backward of this rank's last stage begins: gradients travel from now on."""
+        """A stage's last backward begins. With that of this rank's last stage gradients are complete, and travel."""
         self._stages_to_end -= 1
         if not self._stages_to_end:
-            self._held_back.__exit__(None, None, None)
+            self._held_back.close()
 
     def _part_of(self, micro: MicroBatch, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
         """What this rank gives the model of a micro-batch: its positions; and the labels that it must predict."""
@@ -280,14 +293,14 @@ class ParallelModel:
         return self.layout.tp * self.layout.cp if self.layout.sp else 0
 
     def _share_of_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = self.model.loss(logits, labels, self._counted)
+        loss: Tensor = self.model.loss(logits, labels, self._count_of_step)
         return loss
 
     # ------------------------------------------------------------------------------------------------------- answering
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within the block the model can evaluate and generate: weights are whole, and sequences are."""
+        """Within the block the model can evaluate and generate: whole sequences; weights divided by tp, ep, pp only."""
         weights = zero.gathered(self.part) if self.optimizer is not None else nullcontext()
         with weights, tensor.whole_sequences(self.part):
             yield
@@ -295,7 +308,7 @@ class ParallelModel:
     @torch.no_grad()
     def sum_of_losses(self, micro: MicroBatch, device: torch.device) -> Tensor:
         """Of all counted tokens of a batch; within ``whole``. The same on all ranks of tp and pp."""
-        self._counted = 1
+        self._count_of_step = 1
         training = self.model.training
         self.model.eval()
         labels = models.next_token_labels(micro.labels, micro.attention_mask).to(device)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nanopar_models.compiling import check_compiler
 from nanopar_sft import assemble, candidates, report, tiny, verify, workload
-from nanopar_sft.checkpoints import newest_checkpoint
+from nanopar_sft.checkpoints import checkpoint_of, newest_checkpoint
 from nanopar_sft.config import Config, nearest
 from nanopar_sft.errors import InputError
 
@@ -15,17 +15,19 @@ def check(command: str, config: Config) -> None:
     Data files are read here row by row, so that a malformed row is named before ranks start; what takes a download, or
     the reading of weights, is left to the ranks, which also write nothing before they have read it.
     """
-    if command in ("train", "eval", "generate", "trace", "verify") and not tiny.is_tiny(config.model):
+    if command in ("train", "eval", "generate", "trace") or (command == "verify" and not tiny.is_tiny(config.model)):
         _check_model(config.model)
     if command in ("train", "eval", "generate", "trace") and _is_here(config.model):
-        training = command in ("train", "trace")
-        assemble.check_layout(config, assemble.model_shape(config, assemble.load_chat(config)), training=training)
+        make = assemble.model_to_train if command in ("train", "trace") else assemble.model_to_answer
+        make(config, assemble.load_chat(config))
     if command == "verify" and not config.fuzz:
         assemble.check_layout(config, verify.shape_of(config), training=True)
     if command in ("train", "eval", "data", "trace"):
         _check_data(command, config)
     if command in ("train", "trace") and config.compile:
         _check_compiler()
+    if command == "train" and config.resume not in (None, "auto"):
+        checkpoint_of(str(config.resume), config.output_dir)
     if command == "train":
         report.check_log(config.log)
         _check_no_other_run(config)

@@ -8,13 +8,13 @@ from typing import Any
 
 from nanopar_models import PhiMoEConfig
 from nanopar_sft import layout
-from nanopar_sft.config import Config
+from nanopar_sft.config import TWO_STAGES, Config
 
 NAME = re.compile(r"tiny-(\d+)")
 DRAWN = (
     "model", "precision", "seq_len", "batch_size", "microbatches", "steps", "clip", "freeze", "seed", "dp",
     "dp_replicate", "tp", "sp", "cp", "cp_method", "pp", "schedule", "virtual_stages", "ep", "etp", "zero", "recompute",
-    "packing", "router_noise",
+    "packing", "router_noise", "lr",
 )  # fmt: skip
 TRIES = 10_000
 
@@ -56,10 +56,6 @@ def draw(seed: int, number: int, most_ranks: int) -> Config:
         wanted = config.layout()
         if wanted.ranks == 1 or layout.problem(wanted, shape(config.model), config.batch_size, config.seq_len):
             continue
-        if config.schedule in ("zbv", "dualpipe_v", "interleaved") and wanted.pp == 1:
-            continue
-        if config.schedule == "dualpipe_v" and wanted.microbatches < 2 * wanted.pp:
-            continue
         return config
     raise RuntimeError(f"no layout of {most_ranks} ranks was found in {TRIES} tries")
 
@@ -80,6 +76,7 @@ def _any(rng: random.Random, model: int, most_ranks: int) -> Config:
         "sp": tp > 1 and rng.random() < 0.5,
         "cp_method": rng.choice(["all_gather", "ulysses", "ring"]),
         "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v"]) if pp > 1 else "1f1b",
+        "virtual_stages": 1,
         "zero": rng.randint(0, 3),
         "microbatches": rng.choice([1, 2, 3, 4]) if pp == 1 else rng.randint(1, 5),
         "batch_size": 0,
@@ -95,6 +92,10 @@ def _any(rng: random.Random, model: int, most_ranks: int) -> Config:
         "lr": 1e-3,
         "timeout_s": 120.0,
     }
+    if values["schedule"] in ("gpipe", "interleaved"):
+        values["virtual_stages"] = rng.choice([1, 2, 2, 3])
+    elif values["schedule"] in TWO_STAGES:
+        values["virtual_stages"] = 2
     parts = sizes["dp"] * sizes["dp_replicate"] * values["microbatches"]
     values["batch_size"] = parts * rng.choice([1, 2, 3])
     return Config.model_validate({name: value for name, value in values.items() if value is not None or name == "clip"})

@@ -5,7 +5,8 @@
     each step:  forward, backward (gradients travel meanwhile) -> norm, clip -> finite? -> step -> record
 
 The order of a step: the tokens that count are known from the batch, which every rank knows whole; forward and backward
-of the micro-batches; gradients reduced; a step whose norm is not finite is skipped by all ranks together; clip; update.
+of the micro-batches; gradients reduced; norm and clip; a step whose norm is not finite, which clipping leaves alone, is
+skipped by all ranks together; update. The learning rate follows the number of the step, skipped ones included.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,8 +61,6 @@ def run(config: Config) -> None:
     if config.dry_run:
         _describe(config, chat, batches, total_steps, left_out)
         return
-    if config.resume is not None and config.resume != "auto":
-        checkpoint_of(config.resume, config.output_dir)
     model = assemble.model_to_train(config, chat)
     with core.launch(timeout_s=config.timeout_s, seed=config.seed) as world:
         first = world.rank == 0
@@ -109,6 +109,8 @@ def run(config: Config) -> None:
             trainer.save_model(config.output_dir)
             if first:
                 print(f"model saved in {config.output_dir}")
+    if not is_done:
+        sys.exit(128 + signal.SIGTERM)
 
 
 class Trainer:
@@ -184,15 +186,13 @@ class Trainer:
     def step(self, step: int, book: core.Ledger) -> StepRecord:
         """One optimizer step, number ``step`` from 1; ``book`` is the open ledger."""
         config, parallel, device = self.config, self.parallel, self.world.device
-        mesh, layout = parallel.mesh, parallel.layout
+        mesh = parallel.mesh
         started = time.perf_counter()
         lr = learning_rate(config, step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        of_batch = mesh.dp_replicate.rank * layout.dp + mesh.dp.rank
-        packed = config.seq_len if config.packing else 0
-        micro_batches = self.batches.local(step - 1, of_batch, layout.batches, config.microbatches, packed)
+        micro_batches = parallel.micro_batches(self.batches, step - 1, config.seq_len if config.packing else 0)
         counted = self.batches.label_count(step - 1)
         loss = parallel.forward_backward(micro_batches, counted, device)
         norm = self.optimizer.clip_grad_norm_(math.inf if config.clip is None else config.clip)
@@ -315,9 +315,12 @@ class Trainer:
     def resume(self, path: Path) -> int:
         """Take weights and optimizer state from a checkpoint; returns its step."""
         try:
+            checkpoint.verify(path)
             step = int(checkpoint.read_extra(path)["step"])
             zero.load(path, self.parallel.part, self.optimizer)
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise InputError(f"resume={path}: not written by nanopar-sft train: it has no {error}") from None
+        except (TypeError, ValueError) as error:
             raise InputError(f"resume={path}: {error}") from None
         return step
 
@@ -368,7 +371,7 @@ def _describe(config: Config, chat: Chat, batches: Batches, total_steps: int, le
     )
     print(f"memory      {state / 2**30:.2f} GiB a rank for weights, gradients and AdamW's moments, activations apart")
     available = machine.available_memory_bytes()
-    ranks_here = 1 if torch.cuda.is_available() else layout.ranks
+    ranks_here = 1 if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks))
     if available is not None:
         fits = "fits" if state * ranks_here < available else "does NOT fit"
         print(f"            {available / 2**30:.2f} GiB are free for {ranks_here} rank(s) here: it {fits}")

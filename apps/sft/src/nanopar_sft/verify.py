@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,7 +34,7 @@ from nanopar_core.verify import Report, compare, portable
 from nanopar_sft import assemble, launcher, layout, machine, tiny
 from nanopar_sft.batches import Batches
 from nanopar_sft.chat import IGNORED, Example
-from nanopar_sft.config import Config
+from nanopar_sft.config import DEFAULTS_OF, Config
 from nanopar_sft.errors import InputError
 from nanopar_sft.parallel import ParallelModel, ValueOf
 
@@ -70,13 +69,10 @@ def run(config: Config) -> None:
 def _verify_here(config: Config, world: core.World) -> tuple[Report | None, bool]:
     """The first rank's report, and on all ranks whether anything differs."""
     mine = on_rank(config, world.device)
-    of_all: list[Any] = [mine]
-    if world.size > 1:
-        of_all = [None] * world.size
-        dist.all_gather_object(of_all, mine)
+    everyone = core.Mesh(dp=world.size).dp
+    of_all = core.gather_objects(mine, everyone)
     report = judge(config, of_all) if world.rank == 0 else None
     differs = torch.tensor([float(report is not None and not report.ok)], device=world.device)
-    everyone = core.Mesh(dp=world.size).dp
     return report, bool(core.all_reduce(differs, everyone, label="verdict").item())
 
 
@@ -164,12 +160,9 @@ def on_rank(config: Config, device: torch.device) -> dict[str, Any]:
             device=device,
         )
     batches, result = batches_of(config, shape), _Result()
-    mesh, wanted = parallel.mesh, parallel.layout
     for step in range(_steps(config) + 1):
         optimizer.zero_grad()
-        of_batch = mesh.dp_replicate.rank * wanted.dp + mesh.dp.rank
-        packed = config.seq_len if config.packing else 0
-        micro_batches = batches.local(step, of_batch, wanted.batches, config.microbatches, packed)
+        micro_batches = parallel.micro_batches(batches, step, config.seq_len if config.packing else 0)
         share = parallel.forward_backward(micro_batches, batches.label_count(step), device)
         gradients = zero.full_gradients(parallel.part, optimizer) if step == _steps(config) - 1 else {}
         norm = optimizer.clip_grad_norm_(config.clip or float("inf")).item()
@@ -215,10 +208,7 @@ def _cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _of_all_stages(parallel: ParallelModel, here: Mapping[str, Any]) -> dict[str, Any]:
     """What the ranks of a pipeline have together."""
-    if parallel.layout.pp == 1:
-        return dict(here)
-    of_all: list[Any] = [None] * parallel.layout.pp
-    dist.all_gather_object(of_all, dict(here), group=parallel.mesh.pp.group)
+    of_all = core.gather_objects(dict(here), parallel.mesh.pp)
     return {name: value for of_one in of_all for name, value in of_one.items()}
 
 
@@ -261,7 +251,7 @@ def command(config: Config) -> str:
     """What verifies this again."""
     words = ["nanopar-sft", "verify"]
     for name, value in config.model_dump(mode="json").items():
-        if name in tiny.DRAWN and value != Config.model_fields[name].default:
+        if name in tiny.DRAWN and value != DEFAULTS_OF["verify"].get(name, Config.model_fields[name].default):
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
             words += [f"--{name}", shown]
     return shlex.join(words)
@@ -271,6 +261,8 @@ def _fuzz(config: Config) -> None:
     """Draw and verify ``config.fuzz`` layouts of at most ``nproc`` ranks."""
     if launcher.in_rank():
         raise InputError(f"fuzz={config.fuzz} starts ranks itself: run it without torchrun")
+    if config.nproc == 1:
+        raise InputError(f"fuzz={config.fuzz} needs ranks to divide something among: use nproc=2 or more")
     failed, count = 0, config.fuzz or 0
     for number in track(range(count), description="layouts", console=Console(stderr=True), transient=True):
         drawn = tiny.draw(config.seed, number, config.nproc or 4)

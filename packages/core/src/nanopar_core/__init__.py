@@ -26,6 +26,7 @@ from nanopar_core.collectives import (
     all_to_all,
     barrier,
     broadcast,
+    gather_objects,
     reduce_scatter,
     send_recv,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "default_specs",
+    "gather_objects",
     "global_norm",
     "identity_fwd_all_reduce_bwd",
     "keep_communicated",

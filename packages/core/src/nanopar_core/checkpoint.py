@@ -174,17 +174,19 @@ class Saving:
             self._thread.join()
         of_all = _gathered((self._problem, self._files))
         told = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(of_all) if problem]
-        problem = "; ".join(told)
-        if not problem and (not dist.is_initialized() or dist.get_rank() == 0):
+        problem, first = "; ".join(told), not dist.is_initialized() or dist.get_rank() == 0
+        if not problem and first:
             try:
                 if self._write_files is not None:
                     self._write_files(self._unfinished)
                 files = {name: about for _, of_rank in of_all for name, about in of_rank.items()}
                 _publish(self._unfinished, self.path, files, self._extra)
-            except OSError as error:
-                problem = str(error)
+            except Exception as error:  # the other ranks wait for word
+                problem = str(error) or type(error).__name__
         problem = _gathered(problem)[0]
         if problem:
+            if first:
+                shutil.rmtree(self._unfinished, ignore_errors=True)  # on a full disk the next one needs the room
             raise RuntimeError(f"checkpoint {self.path} was not written: {problem}")
 
     def _write(self, own: Mapping[str, Tensor], rank: int) -> None:

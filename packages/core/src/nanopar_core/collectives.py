@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -566,3 +566,12 @@ def _into(out: Tensor | None, tensor: Tensor) -> Tensor:
         return tensor
     _buffer(out, tensor.shape, tensor)
     return out if out is tensor else out.copy_(tensor)
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """The values of all ranks in their order, by torch's own way for Python objects: for reports, not in a hot path."""
+    if not axis.communicates:
+        return [value]
+    of_all: list[Any] = [None] * axis.size
+    dist.all_gather_object(of_all, value, group=axis.group)
+    return of_all

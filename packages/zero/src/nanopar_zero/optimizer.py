@@ -198,7 +198,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.windows.wait()
 
     def hold(self, *, gradients: bool = False) -> None:
-        """Stage 3: keep gathered units whole over several micro-batches, until ``step``, and on until ``release``.
+        """Stage 3: keep gathered units whole over several micro-batches, until ``release``; ``step`` renews them.
 
         ``gradients``, in stages 2 and 3: within ``no_sync`` whole gradients add up on this rank too, as in stages 0 and
         1, so that they are reduced once: for a pipeline, whose weights are whole for as long.

@@ -143,7 +143,7 @@ def entries_of(model: nn.Module, buckets: Sequence[Bucket]) -> list[Entry]:
 
 
 def loose(entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[Entry]:
-    """What is in no bucket, and whole on every rank."""
+    """What is in no bucket: buffers, and parameters that are frozen, in stages 0 to 2."""
     members = {id(member) for bucket in buckets for member in bucket.members}
     return [entry for entry in entries if id(entry.tensor) not in members]
 
