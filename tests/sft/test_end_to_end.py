@@ -118,3 +118,16 @@ def test_a_run_goes_on_in_another_layout_and_answers_in_it(tmp_path: Path, capsy
     assert last["total"] == 5
     final = metrics.read(tmp_path / "runs/sft" / metrics.EVALUATIONS)[-1]
     assert last["loss"] == pytest.approx(final["loss"], rel=1e-5)
+
+
+def test_16_bits_train_in_a_pipeline(tmp_path: Path) -> None:
+    """The loss is scaled on the last stage only, and all stages must know; skipped steps are skipped by all."""
+    arguments = (*SMALL.split(), "--pp", "2", "--tp", "2", "--microbatches", "2", "--zero", "1")
+    for precision in ("fp32", "fp16"):
+        done = run(
+            "nanopar_sft", "train", *arguments, "--precision", precision, "--output-dir", precision, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = (metrics.read(tmp_path / name / metrics.METRICS) for name in ("fp32", "fp16"))
+    assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=2e-2)
+    assert one[0]["grad_norm"] == pytest.approx(two[0]["grad_norm"], rel=5e-2)

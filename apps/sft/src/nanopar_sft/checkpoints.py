@@ -20,7 +20,7 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 def all_checkpoints(output_dir: Path) -> list[Path]:
     """Those of a run, the newest first."""
     found = [path for path in (output_dir / FOLDER).glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step, reverse=True)
 
 
 def newest_checkpoint(output_dir: Path) -> Path | None:
@@ -57,7 +57,23 @@ def checkpoint_of(resume: str, output_dir: Path) -> Path:
     return newest
 
 
-def remove_old(output_dir: Path, keep: int | None) -> None:
-    """Remove all but the newest ``keep`` checkpoints; None keeps all."""
-    for path in all_checkpoints(output_dir)[keep:] if keep else ():
+def remove_old(newest: Path, keep: int | None) -> None:
+    """Of the checkpoint just written and those before it keep so many; None keeps all."""
+    before = [path for path in all_checkpoints(newest.parent.parent) if _step(path) <= _step(newest)]
+    for path in before[keep:] if keep else ():
         shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(output_dir: Path, after: int) -> list[Path]:
+    """Rename what was saved after a step, from which another branch of the run begins; the new names."""
+    moved = []
+    for path in all_checkpoints(output_dir):
+        if _step(path) > after:
+            aside = path.with_name(f"aside-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            moved.append(path.rename(aside))
+    return moved
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

@@ -458,6 +458,8 @@ class Config(BaseSettings):
         return self.model_copy(update=defaults)
 
     def _resolved(self, command: str, world_size: int) -> Self:
+        if command == "verify" and self.precision not in ("fp64", "fp32"):
+            raise InputError(f"precision={self.precision}: verify compares in fp64, or in fp32 with a wide tolerance")
         if command == "verify" and self.fuzz:
             return self
         filled: dict[str, object] = {"nproc": None, "dp": self._resolved_dp(command, world_size)}

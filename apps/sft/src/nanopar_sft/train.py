@@ -34,7 +34,7 @@ from nanopar_core.checkpoint import Saving
 from nanopar_sft import answers, assemble, export, machine
 from nanopar_sft.batches import Batches
 from nanopar_sft.chat import Chat
-from nanopar_sft.checkpoints import checkpoint_of, checkpoint_path, newest_whole_checkpoint, remove_old
+from nanopar_sft.checkpoints import checkpoint_of, checkpoint_path, newest_whole_checkpoint, remove_old, set_aside
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 from nanopar_sft.evaluate import Result, answer, evaluate
@@ -82,6 +82,8 @@ def run(config: Config) -> None:
             )
             if world.size > 1:
                 reporter.note(trainer.description)
+            if first:
+                notes += [f"set aside: {path}" for path in set_aside(config.output_dir, start_step)]
             for note in notes:
                 reporter.note(note)
             reporter.note(left_out if encoded.too_long else "all rows fit seq_len")
@@ -105,10 +107,8 @@ def run(config: Config) -> None:
             if resume:
                 reporter.note(f"resumed from {resume} after step {start_step}")
             is_done = trainer.train(start_step, reporter)
-        if is_done:
-            trainer.save_model(config.output_dir)
-            if first:
-                print(f"model saved in {config.output_dir}")
+        if is_done and first:
+            print(f"model saved in {config.output_dir}")
     if not is_done:
         sys.exit(128 + signal.SIGTERM)
 
@@ -166,7 +166,8 @@ class Trainer:
                 book.clear()
                 reporter.step(self.step(step, book))
                 self._publish_if_written(reporter)
-                if config.eval_every and step % config.eval_every == 0 and step < self.total_steps:
+                is_due = config.eval_every and step % config.eval_every == 0
+                if is_due and step < self.total_steps and not self._is_stopping:
                     self._evaluate(step, reporter)
                 if self._is_stopping or (config.save_every and step % config.save_every == 0):
                     self.save_checkpoint(step, reporter)
@@ -175,6 +176,7 @@ class Trainer:
                     reporter.note(f"stopped by SIGTERM after step {step}; go on with --resume auto")
                     return False
             self._publish(reporter)
+        self.save_model(config.output_dir)  # before anything that takes long, or can fail
         if start_step < self.total_steps:
             self._evaluate(self.total_steps, reporter)
         if before is not None:
@@ -288,7 +290,7 @@ class Trainer:
             reporter.note(f"WARNING: {error}; training goes on, earlier checkpoints are as they were")
             return
         if self.world.rank == 0:
-            remove_old(self.config.output_dir, self.config.keep)
+            remove_old(saving.path, self.config.keep)
 
     @contextmanager
     def _stopping_on_sigterm(self) -> Iterator[None]:
@@ -313,7 +315,8 @@ class Trainer:
         (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
 
     def resume(self, path: Path) -> int:
-        """Take weights and optimizer state from a checkpoint; returns its step."""
+        """Take weights and optimizer state from a checkpoint; returns its step. Options of AdamW are the keys' own."""
+        options = [{key: group[key] for key in ("weight_decay", "betas")} for group in self.optimizer.param_groups]
         try:
             checkpoint.verify(path)
             step = int(checkpoint.read_extra(path)["step"])
@@ -322,6 +325,10 @@ class Trainer:
             raise InputError(f"resume={path}: not written by nanopar-sft train: it has no {error}") from None
         except (TypeError, ValueError) as error:
             raise InputError(f"resume={path}: {error}") from None
+        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(own)
+        if step > self.total_steps:
+            raise InputError(f"resume={path}: it is of step {step}, after the last one: use more steps than {step}")
         return step
 
     def save_model(self, folder: Path) -> None:

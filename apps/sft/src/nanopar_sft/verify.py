@@ -225,7 +225,7 @@ def judge(config: Config, of_all: list[dict[str, Any]]) -> Report:
     ranks = [{key: value for key, value in rank.items() if key != "specs"} for rank in of_all]
     wanted = config.layout()
     reference = in_one_process(config)
-    rtol = None if config.precision in ("fp64", "fp32") else 5e-2
+    rtol = None if config.precision == "fp64" else 1e-3  # AdamW makes much of rounding where gradients are near zero
     sizes = {name: getattr(wanted, name) for name in layout.AXES if name != "ep"}
     return compare(reference, ranks, specs, axes=sizes, micro_batches=config.microbatches, rtol=rtol)
 

@@ -280,8 +280,17 @@ def verify(path: str | Path) -> None:
                 problem = f"checkpoint {path} is damaged: {name} is not what was written"
     except (OSError, ValueError) as error:
         problem = str(error)
-    if problem := next(filter(None, _gathered(problem)), ""):
-        raise ValueError(problem)
+    refuse_together(problem)
+
+
+def refuse_together(problem: str) -> None:
+    """Called on all ranks of the world before any of them changes something: raise if one has a problem.
+
+    Raises:
+        ValueError: on every rank, what the first that has one says.
+    """
+    if first := next(filter(None, _gathered(problem)), ""):
+        raise ValueError(first)
 
 
 def read_extra(path: str | Path) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def global_norm(gradients: Iterable[tuple[Tensor, tuple[Axis, ...]]], *, stages:
             gradient: the axes of the parameter's shards, and the data axis where zero keeps only a part. Over all
             other axes the pieces are copies. All ranks name the same axes in the same order, even where they hold no
             piece: give an empty tensor then.
-        stages: an axis of whose ranks each has pieces of other parameters, on other axes too: added up last.
+        stages: an axis of whose ranks each has pieces of other parameters, on other axes too, of one dtype: added up
+            last.
 
     Returns:
         0-dim tensor in the widest dtype of the pieces (at least fp32), equal on all ranks. One all-reduce of a few
@@ -108,8 +109,10 @@ def global_norm(gradients: Iterable[tuple[Tensor, tuple[Axis, ...]]], *, stages:
     pieces: dict[tuple[Axis, ...], list[Tensor]] = {}
     for gradient, axes in gradients:
         pieces.setdefault(axes, []).append(gradient)
-    if not pieces:
+    if not pieces and stages is None:
         return torch.zeros(())
+    if not pieces:
+        raise ValueError("a stage without pieces: give an empty tensor, so that its dtype and device are known")
     dtype = (
         torch.float64 if any(g.dtype == torch.float64 for group in pieces.values() for g in group) else torch.float32
     )

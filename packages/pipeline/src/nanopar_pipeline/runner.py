@@ -41,7 +41,8 @@ class Runner:
         schedule: of as many ranks as the axis has.
         axis: of the ranks (``mesh.pp``). All ranks of the job make their runners together, since channels are made.
         loss_fn: ``loss_fn(output, target) -> scalar``: this micro-batch's share of the step's loss.
-        scale: what is done to a loss before backward, such as ``optimizer.scale`` under fp16.
+        scale: what is done to a loss before backward, such as ``optimizer.scale`` under fp16; on ranks without the last
+            stage it is called once a step, with 0.
         on_first_forward: called with a stage's number before its first forward of a step.
         on_last_backward: called with a stage's number before its last backward (or weight part) of a step: gradients
             are complete after that.
@@ -177,6 +178,9 @@ class _Step:
                 outgoing.release()
         for outgoing in self.outgoing.values():
             outgoing.finish()
+        runner = self.runner
+        if runner.scale is not None and not self.only_forward and runner.schedule.stages - 1 not in runner.stages:
+            runner.scale(self.loss)  # nothing to scale here, but its owner must know that losses were, on all ranks
 
     def _callbacks(self, place: int, action: Action) -> None:
         if action.kind == "F" and action.stage not in self.started:

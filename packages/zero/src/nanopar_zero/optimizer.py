@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanopar_core import ParamSpec, global_norm
+from nanopar_core import Axis, ParamSpec, global_norm
 from nanopar_zero.buckets import Bucket
 from nanopar_zero.layout import Run
 from nanopar_zero.reducer import Reducer
@@ -172,10 +172,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _is_counted_here(self, bucket: Bucket) -> bool:
         """Of a weight that several stages share, the first one counts."""
-        if self.stages is None:
-            return True
-        shared = (axis for axis in bucket.reduction.more_axes if set(axis.ranks) <= set(self.stages.ranks))
-        return all(axis.rank == 0 for axis in shared)
+        return all(axis.rank == 0 for axis in bucket.reduction.more_axes if self.is_among_stages(axis))
+
+    def is_among_stages(self, axis: Axis) -> bool:
+        """Whether an axis joins stages, which have copies of a tied weight."""
+        return self.stages is not None and set(axis.ranks) <= set(self.stages.ranks)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for all but the last micro-batch of a step.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopar_core import ParamSpec, all_gather, checkpoint, split_sizes
+from nanopar_core import ParamSpec, checkpoint, gather_objects, split_sizes
 from nanopar_core.checkpoint import Parts, Saving, Stored
 from nanopar_core.sharding import boxes, places_of_part, whole_shape
 from nanopar_zero.buckets import Bucket
@@ -87,10 +87,16 @@ def load(path: str | Path, model: nn.Module, optimizer: ZeroOptimizer) -> None:
     entries = entries_of(model, buckets)
     with checkpoint.reading(path) as found:
         stored = _under_all_names(found, about["tied"])
-        if not about["groups"]:
-            raise ValueError(f"checkpoint {path} holds weights only: it has no state to go on from")
-        _check_weights(path, model, optimizer, entries, stored)
-        keys_of = _check_states(path, entries, optimizer, stored, about)
+        others, problem = _names_of_other_stages(optimizer, entries), ""
+        keys_of: list[list[str]] = []
+        try:
+            if not about["groups"]:
+                raise ValueError(f"checkpoint {path} holds weights only: it has no state to go on from")
+            _check_weights(path, model, optimizer, entries, stored, others)
+            keys_of = _check_states(path, entries, optimizer, stored, about)
+        except ValueError as error:
+            problem = str(error)
+        checkpoint.refuse_together(problem)
         for entry in loose(entries, buckets):
             spec = spec_of(entry, model, optimizer)
             part = entry.tensor.contiguous()
@@ -128,7 +134,7 @@ def _contents(
         part = entry.tensor.detach().contiguous()
         tensors[f"{_MODEL}{entry.name}"] = _parts(spec, part.shape, 0, part.view(-1)) if spec.shards else part
     for bucket in buckets:
-        start, stop = _share(bucket)
+        start, stop = _share(bucket, optimizer)
         flat = bucket.masters[start - bucket.own.start : stop - bucket.own.start]
         for slot, name in _names_of_slots(bucket, entries).items():
             parts = _parts_of_slot(slot, optimizer, start, flat)
@@ -137,20 +143,24 @@ def _contents(
     kept: dict[str, bool] = {}
     for shard in () if only_weights else optimizer.shards:
         _add_states(tensors, shard, entries, optimizer, kept)
+    tied = {name.replace(COMPILED, ""): entry.name for entry in entries for name in entry.names[1:]}
+    if optimizer.stages is not None:
+        tied = {name: first for of_stage in gather_objects(tied, optimizer.stages) for name, first in of_stage.items()}
     about = {
         "groups": [] if only_weights else [_options(group) for group in optimizer.param_groups],
         "keys": sorted(kept),
         "elementwise": sorted(key for key, along in kept.items() if along),
-        "tied": {name.replace(COMPILED, ""): entry.name for entry in entries for name in entry.names[1:]},
+        "tied": tied,
         "optimizer": optimizer.extra_state(),
     }
     return tensors, about
 
 
-def _share(bucket: Bucket) -> tuple[int, int]:
+def _share(bucket: Bucket, optimizer: ZeroOptimizer) -> tuple[int, int]:
     """The elements of a bucket that this rank writes: its own, or of what is equal on the data axis a part."""
-    if any(axis.rank for axis in bucket.reduction.more_axes):
-        return bucket.own.start, bucket.own.start  # of equal copies the first is written
+    if any(axis.rank for axis in bucket.reduction.more_axes if not optimizer.is_among_stages(axis)):
+        # Of equal copies the first is written; of a tied weight every stage's, since they call it differently.
+        return bucket.own.start, bucket.own.start
     if bucket.reduction.divided:
         return bucket.own.start, bucket.own.stop
     axis = bucket.reduction.data_axis
@@ -167,7 +177,7 @@ def _add_states(
     kept: dict[str, bool],
 ) -> None:
     """What the optimizer keeps of one flat shard; ``kept`` learns whether a key has an element per weight."""
-    start, stop = _share(shard.bucket)
+    start, stop = _share(shard.bucket, optimizer)
     start, stop = max(start, shard.run.start), min(stop, shard.run.stop)
     names = _with_states(_names_of_slots(shard.bucket, entries), shard.run.group)
     for key, value in optimizer.state.get(shard.flat, {}).items():
@@ -270,6 +280,7 @@ def _check_weights(
     optimizer: ZeroOptimizer,
     entries: Sequence[Entry],
     stored: Mapping[str, Stored],
+    others: set[str],
 ) -> None:
     wanted = {f"{_MODEL}{entry.name}": whole_shape(entry.tensor, spec_of(entry, model, optimizer)) for entry in entries}
     for name, shape in wanted.items():
@@ -280,7 +291,7 @@ def _check_weights(
                 f"checkpoint {path}: {name} has shape {list(stored[name].shape)}, the model needs {list(shape)}"
             )
     known = {name.replace(COMPILED, "") for entry in entries for name in entry.names}
-    known |= _names_of_other_stages(optimizer, entries)
+    known |= others
     for name in stored:
         if name.startswith(_MODEL) and name not in wanted and name.removeprefix(_MODEL) not in known:
             raise ValueError(f"checkpoint {path} holds {name.removeprefix(_MODEL)}, which the model does not have")
@@ -289,10 +300,8 @@ def _check_weights(
 def _names_of_other_stages(optimizer: ZeroOptimizer, entries: Sequence[Entry]) -> set[str]:
     if optimizer.stages is None or optimizer.stages.size == 1:
         return set()
-    text = "\n".join(entry.name for entry in entries) + "\n"
-    device = optimizer.windows.buckets[0].masters.device
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    return set(bytes(all_gather(data, optimizer.stages, label="names").tolist()).decode().splitlines())
+    of_stages = gather_objects([entry.name for entry in entries], optimizer.stages)
+    return {name for names in of_stages for name in names}
 
 
 def _check_states(
