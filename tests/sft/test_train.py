@@ -282,6 +282,40 @@ def test_a_step_that_is_not_finite_is_skipped(
     assert all(math.isfinite(record["loss"]) for record in records if not record["skipped"])
 
 
+def nan_on_rank(config: Config, output_dir: Path) -> dict[str, torch.Tensor]:
+    """Training in which the last stage's loss is NaN in the second step."""
+    right, calls = NextTokenLoss.forward, []
+
+    def forward(self: NextTokenLoss, logits: torch.Tensor, labels: torch.Tensor, counted: int) -> torch.Tensor:
+        loss = right(self, logits, labels, counted)
+        calls.append(1)
+        return loss * math.nan if len(calls) in (3, 4) else loss  # two micro-batches a step
+
+    NextTokenLoss.forward = forward  # type: ignore[method-assign]
+    world = core.World(torch.distributed.get_rank(), 2, 0, torch.device("cpu"))
+    chat = assemble.load_chat(config)
+    _, batches = assemble.training_batches(config, chat)
+    trainer = train.Trainer(config, world, assemble.model_to_train(config, chat), chat, batches, [], 5)
+    before = {name: p.detach().clone() for name, p in trainer.parallel.part.named_parameters()}
+    with Reporter(output_dir, 5, plot=False, enabled=world.rank == 0) as reporter, core.ledger() as book:
+        reporter.step(trainer.step(1, book))
+        after = {name: p.detach().clone() for name, p in trainer.parallel.part.named_parameters()}
+        reporter.step(trainer.step(2, book))
+        for name, parameter in trainer.parallel.part.named_parameters():
+            assert not torch.equal(before[name], after[name]) or "experts" in name or "router" in name, name
+            assert torch.equal(after[name], parameter), name
+        reporter.step(trainer.step(3, book))
+    return {}
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_stages(model_dir: Path, tmp_path: Path) -> None:
+    config = config_for(model_dir, tmp_path, "--pp", "2", "--microbatches", "2", "--warmup", "0", ranks=2)
+    testing.run(2, nan_on_rank, config, tmp_path)
+    records = metrics.read(tmp_path / metrics.METRICS)
+    assert [record["skipped"] for record in records] == [False, True, False]
+    assert records[1]["grad_norm"] is None
+
+
 def test_metrics_and_output(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_for(model_dir, tmp_path, "--log", "tensorboard", "--plot", "true")
     train.run(config)
