@@ -84,9 +84,7 @@ class ParallelModel:
         self._schedule = make_schedule(layout.pp, layout.chunks, layout.microbatches)
         self._runner: pipeline.Runner | None = None  # of training
         self._answering: pipeline.Runner | None = None  # of evaluation and generation: one micro-batch at a time
-        self._count_of_step = (
-            1  # what losses are divided by; here, since a runner's loss_fn takes output and target only
-        )
+        self._count_of_step = 1  # divides losses; kept here, since a runner's loss_fn takes output and target only
         self._held_back = ExitStack()  # no_sync, until the last backward of a pipeline's step
         self._stages_to_end = 0
         specs = [self._divide_tensors(longest), self._divide_experts()]
