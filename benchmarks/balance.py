@@ -28,6 +28,7 @@ import nanopar_models as models
 from nanopar_sft.assemble import load_chat, training_batches, training_model
 from nanopar_sft.config import Config
 from nanopar_sft.plot import smooth
+from nanopar_sft.tables import pipe_table
 
 WAYS = {"nothing": "no balancing", "loss": "BalancingLoss, 0.01 per sequence", "bias": "BiasBalancer, rate 0.01"}
 LAST = 0.2  # part of the steps whose median the table shows
@@ -76,13 +77,14 @@ def train(way: str, steps: int, batch_size: int) -> dict[str, list[float]]:
 
 def table(runs: dict[str, dict[str, list[float]]], command: str) -> str:
     """Markdown: medians of the last steps."""
-    lines = ["| balancing | busiest expert / mean | loss |", "| --- | --- | --- |"]
+    lines = []
     for way, found in runs.items():
         last = max(1, int(LAST * len(found["loss"])))
         busiest, loss = (statistics.median(found[key][-last:]) for key in ("busiest", "loss"))
-        lines.append(f"| {WAYS[way]} | {busiest:.2f} | {loss:.3f} |")
+        lines.append([WAYS[way], f"{busiest:.2f}", f"{loss:.3f}"])
     steps = len(next(iter(runs.values()))["loss"])
-    return f"Medians of the last {LAST:.0%} of {steps} steps.\n\n" + "\n".join(lines) + f"\n\n    {command}\n"
+    shown = pipe_table(("balancing", "busiest expert / mean", "loss"), lines)
+    return f"Medians of the last {LAST:.0%} of {steps} steps.\n\n{shown}\n\n    {command}\n"
 
 
 def draw(runs: dict[str, dict[str, list[float]]], file: Path) -> None:

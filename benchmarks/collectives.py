@@ -32,6 +32,7 @@ from torch import Tensor
 
 import nanopar_core as core
 from nanopar_core import testing
+from nanopar_sft.tables import pipe_table
 
 MIB = 1 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -194,18 +195,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table in Markdown, readable as plain text too."""
-    lines = [HEADINGS, *map(cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    left = (1, 2)
-
-    def padded(line: Sequence[str]) -> str:
-        return " | ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-
-    rule = " | ".join("-" * w if column in left else "-" * (w - 1) + ":" for column, w in enumerate(widths))
-    return "\n".join(f"| {line} |" for line in (padded(HEADINGS), rule, *map(padded, map(cells, rows)))) + "\n"
+    return pipe_table(HEADINGS, map(cells, rows), left=(1, 2)) + "\n"
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 import nanopar_expert as expert
 from nanopar_models import PhiMoEConfig
 from nanopar_models.experts import Experts as PhiExperts
+from nanopar_sft.tables import pipe_table
 
 # hidden size, width, experts, tokens: the model of ``compare --model moe``, and Phi-tiny-MoE's experts
 SHAPES = [(256, 512, 8, 512), (512, 448, 16, 2048)]
@@ -106,19 +107,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory for table and numbers")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    lines = ["| dtype | hidden | width | experts | tokens | ms | transformers | loop | phi-moe |", "| --- " * 9 + "|"]
+    headings = ("dtype", "hidden", "width", "experts", "tokens", "ms", "transformers", "loop", "phi-moe")
+    lines: list[list[object]] = []
     rows = []
     for name, dtype in DTYPES.items():
         for shape in SHAPES:
             found = measure(shape, dtype, given.pairs)
             ratios = {side: found[side] / found["ours"] for side in ("transformers", "loop", "phi-moe")}
             rows.append({"dtype": name, "shape": shape, "milliseconds": found, "ratios": ratios})
-            shown = " | ".join(f"{ratio:.2f}" for ratio in ratios.values())
-            lines.append(f"| {name} | {' | '.join(map(str, shape))} | {found['ours']:.1f} | {shown} |")
-            print(lines[-1], flush=True)
+            lines.append([name, *shape, f"{found['ours']:.1f}", *(f"{ratio:.2f}" for ratio in ratios.values())])
+            print(*lines[-1], flush=True)
     command = "hatch run bench:python benchmarks/experts.py " + shlex.join(arguments or sys.argv[1:])
     text = "Milliseconds of ours, forward and backward, one thread; the others' time / ours, medians.\n\n"
-    text += "\n".join(lines) + f"\n\n    {command}\n"
+    text += f"{pipe_table(headings, lines)}\n\n    {command}\n"
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
         (given.output / "experts.md").write_text(text)

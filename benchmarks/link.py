@@ -51,6 +51,7 @@ from nanopar_sft import machine, peers, workload
 from nanopar_sft.candidates import CANDIDATES
 from nanopar_sft.compare import versions
 from nanopar_sft.setup import Setup, train_on_parts
+from nanopar_sft.tables import pipe_table
 from nanopar_tensor.sequence import DividedSequence, WholeSequence
 
 BUCKET_BYTES = 8 * 2**20
@@ -331,14 +332,7 @@ def _own_bytes(buckets: Sequence[Any], name: str, units: Sequence[Any], sizes: d
 
 def markdown(rows: Sequence[Row], title: str) -> str:
     """The table in Markdown."""
-    lines = [HEADINGS, *(row.cells for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    padded = [
-        " | ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
-    padded.insert(1, " | ".join(["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]))
-    return f"# {title}\n\n" + "".join(f"| {line} |\n" for line in padded)
+    return f"# {title}\n\n{pipe_table(HEADINGS, [row.cells for row in rows])}\n"
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 import nanopar_models as models
+from nanopar_sft.tables import pipe_table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Phi-tiny-MoE divided by eight in width, heads and vocabulary, two layers deep, its experts as wide as they are.
@@ -251,18 +252,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table in Markdown, readable as plain text too, and what became of each experts implementation."""
-    lines = [HEADINGS, *map(cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    left = (0, 1, 3)
-
-    def padded(line: Sequence[str]) -> str:
-        return " | ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-
-    rule = " | ".join("-" * w if column in left else "-" * (w - 1) + ":" for column, w in enumerate(widths))
-    table = "\n".join(f"| {line} |" for line in (padded(HEADINGS), rule, *map(padded, map(cells, rows))))
+    table = pipe_table(HEADINGS, map(cells, rows), left=(0, 1, 3))
     tried = [f"- {row.model} {row.dtype} {row.threads}: {', '.join(map(said, row.tried.items()))}" for row in rows]
     return (
         f"{table}\n\nCPU ms of one step with each experts implementation of transformers:\n\n" + "\n".join(tried) + "\n"

@@ -28,6 +28,7 @@ import nanopar_pipeline as pipeline
 from nanopar_core.testing import run
 from nanopar_pipeline import schedules
 from nanopar_pipeline.passes import Span
+from nanopar_sft.tables import pipe_table
 
 RANKS, STEPS, WARM_UP = 2, 9, 2
 LAYERS, WIDTH, ROWS, LENGTH = 8, 256, 1, 256  # rows of one micro-batch
@@ -100,14 +101,21 @@ def measured(name: str, chunks: int, microbatches: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = ["| schedule | micro-batches | planned, ms | measured, ms | measured / planned | bubble of the plan |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    lines += [
-        f"| {row['schedule']} | {row['microbatches']} | {row['planned_ms']:.1f} | {row['measured_ms']:.1f} | "
-        f"{row['quotient']:.3f} | {row['bubble']:.1%} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+    headings = ("schedule", "micro-batches", "planned, ms", "measured, ms", "measured / planned", "bubble of the plan")
+    return pipe_table(
+        headings,
+        [
+            (
+                row["schedule"],
+                row["microbatches"],
+                f"{row['planned_ms']:.1f}",
+                f"{row['measured_ms']:.1f}",
+                f"{row['quotient']:.3f}",
+                f"{row['bubble']:.1%}",
+            )
+            for row in rows
+        ],
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ def test_plan_and_measured_run_are_written(tmp_path: Path) -> None:
     assert row["schedule"] == "1f1b"
     assert row["measured_ms"] > 0
     assert row["quotient"] == pytest.approx(row["measured_ms"] / row["planned_ms"])
-    assert "| 1f1b | 3 |" in (tmp_path / "pipeline.md").read_text()
+    assert "| 1f1b     |             3 |" in (tmp_path / "pipeline.md").read_text()
     picture = (tmp_path / "pipeline.svg").read_text()
     assert picture.count("<title>") == 2 * 2 * 2 * 3, "plan and run of two ranks, a forward and a backward of each"
     assert "rank 1 planned" in picture

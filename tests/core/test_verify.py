@@ -369,10 +369,13 @@ def test_planted_faults_are_named(kind: type[Training], steps: int, plain: Resul
             "the loss does not: backward or reduction; give the results of all ranks to see which reduction is missing",
         ),
         (ShardNorm, "gradients agree: norm of the local shard used as the global norm"),
-        (MeanOfMeans, "instead of one divisor for all tokens), rows dropped or repeated, or other initial weights"),
+        (
+            MeanOfMeans,
+            "rows dropped or repeated, or other initial weights (or another forward pass)",
+        ),
         (
             MicroBatchDropped,
-            "instead of one divisor for all tokens), rows dropped or repeated, or other initial weights",
+            "rows dropped or repeated, or other initial weights (or another forward pass)",
         ),
     ],
 )

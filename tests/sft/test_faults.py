@@ -14,9 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import kills
 
+import nanopar_core as core
 from nanopar_core import checkpoint
+from nanopar_core.testing import run as run_ranks
 from nanopar_sft import metrics
 from nanopar_sft.checkpoints import all_checkpoints
 
@@ -61,6 +64,22 @@ def test_runs_whose_ranks_are_killed_resume_by_themselves(tmp_path: Path) -> Non
     for number in range(3):
         outcome = kills.kill_once(tmp_path / str(number), expected, duration_s, seed=number)
         assert not outcome.problem, (outcome.problem, (tmp_path / f"{number}.log").read_text()[-3000:])
+
+
+def out_of_memory() -> None:
+    axis = core.Mesh(dp=2).dp
+    if axis.rank == 1:
+        torch.empty(2**55, dtype=torch.uint8)
+    core.barrier(axis)
+
+
+def test_a_rank_that_is_out_of_memory_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="memory") as caught:
+        run_ranks(2, out_of_memory, timeout_s=60)
+    assert time.monotonic() - began < 30
+    assert "raised on rank 1 of 2" in caught.value.__notes__[-1]
+    assert "rank 0 stops because rank 1 failed: RuntimeError" in capfd.readouterr().err
 
 
 def test_sigterm_saves_and_ends_and_the_run_goes_on(tmp_path: Path) -> None:

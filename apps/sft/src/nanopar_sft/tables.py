@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from rich import box
 from rich.table import Table
@@ -92,16 +92,31 @@ HEADINGS = (
 
 def markdown(rows: Sequence[Row], title: str, command: str) -> str:
     """Title, command, table, and what its columns mean."""
-    lines = [HEADINGS, *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    rule = tuple("-" * width for width in widths)
-    body = "\n".join(
-        "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |"
-        for line in (lines[0], rule, *lines[1:])
-    )
+    body = pipe_table(HEADINGS, map(_cells, rows), left=range(len(HEADINGS)))
     notes = "\n".join(f"- {text}" for text in problems(rows))
     text = f"# {title}\n\n    {command}\n\n{body}\n\n{LEGEND.replace('Below each', 'Beside each')}\n"
     return f"{text}\n{notes}\n" if notes else text
+
+
+def pipe_table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: Container[int] = (0,)) -> str:
+    """A table in Markdown that can be read as plain text too; columns at the places ``left`` begin on the left.
+
+    >>> print(pipe_table(["op", "ms"], [["sum", 12]]))
+    | op  | ms |
+    | --- | -: |
+    | sum | 12 |
+    """
+    lines = [list(map(str, line)) for line in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * width if place in left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
+    padded = [
+        [
+            text.ljust(width) if place in left else text.rjust(width)
+            for place, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
