@@ -25,7 +25,7 @@ import torch
 
 import nanopar_expert as expert
 import nanopar_models as models
-from nanopar_sft.assemble import load_chat, training_batches, training_model
+from nanopar_sft.assemble import load_chat, model_shape, training_batches
 from nanopar_sft.config import Config
 from nanopar_sft.plot import smooth
 from nanopar_sft.tables import pipe_table
@@ -38,7 +38,7 @@ def train(way: str, steps: int, batch_size: int) -> dict[str, list[float]]:
     """The busiest expert's multiple of the mean, and the loss, by step."""
     config = Config(batch_size=batch_size, seed=0)
     chat = load_chat(config)
-    model = training_model(config, chat)
+    model = models.PhiMoE(model_shape(config, chat), seed=config.seed)
     torch.manual_seed(0)
     for layer in model.model.layers:
         mixture: Any = layer.mlp
