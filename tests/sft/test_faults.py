@@ -73,13 +73,12 @@ def out_of_memory() -> None:
     core.barrier(axis)
 
 
-def test_a_rank_that_is_out_of_memory_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_out_of_memory_ends_all() -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="memory") as caught:
         run_ranks(2, out_of_memory, timeout_s=60)
     assert time.monotonic() - began < 30
     assert "raised on rank 1 of 2" in caught.value.__notes__[-1]
-    assert "rank 0 stops because rank 1 failed: RuntimeError" in capfd.readouterr().err
 
 
 def test_sigterm_saves_and_ends_and_the_run_goes_on(tmp_path: Path) -> None:

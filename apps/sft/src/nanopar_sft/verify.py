@@ -250,10 +250,10 @@ def show(config: Config, report: Report) -> None:
 def command(config: Config) -> str:
     """What verifies this again."""
     words = ["nanopar-sft", "verify"]
-    for name, value in config.model_dump(mode="json").items():
-        if name in tiny.DRAWN and value != DEFAULTS_OF["verify"].get(name, Config.model_fields[name].default):
-            shown = ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
-            words += [f"--{name}", shown]
+    for name in tiny.DRAWN:
+        value = getattr(config, name)
+        if value != DEFAULTS_OF["verify"].get(name, Config.model_fields[name].default):
+            words += [f"--{name}", ",".join(value) if isinstance(value, tuple) else str(value).lower()]
     return shlex.join(words)
 
 
