@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import nanopar_models as models
 import nanopar_zero as zero
 from nanopar_core import Mesh
+from nanopar_core.sharding import take
 from nanopar_models.weights import read_config
 from nanopar_sft import layout
 from nanopar_sft.batches import Batches
@@ -120,7 +121,7 @@ def values_of(config: Config, shape: models.PhiMoEConfig) -> Iterator[ValueOf]:
             value = models.initial_value(name, whole, shape, config.seed)
             for dim, ranges in enumerate(places):
                 if ranges != [range(whole[dim])]:
-                    value = torch.cat([value.narrow(dim, at.start, len(at)) for at in ranges], dim)
+                    value = take(value, dim, ranges)
             return value
 
         yield initial
@@ -277,9 +278,8 @@ def answer_in(config: Config, parallel: ParallelModel, device: torch.device) -> 
 
 def saved_dtype(config: Config) -> torch.dtype:
     """The dtype in which the model computes, and in which finished weights are written."""
-    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
-        config.precision
-    ]
+    dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes[config.precision]
 
 
 def generation_config(chat: Chat) -> Mapping[str, Any]:

@@ -57,6 +57,24 @@ def checkpoint_of(resume: str, output_dir: Path) -> Path:
     return newest
 
 
+def checkpoint_to_read(resume: str, output_dir: Path, note: Callable[[str], None]) -> Path | None:
+    """The one that the key ``resume`` names, read and compared once; for ``auto`` None if none is whole.
+
+    Called on all ranks.
+
+    Raises:
+        InputError: the named one is not there, or damaged.
+    """
+    if resume == "auto":
+        return newest_whole_checkpoint(output_dir, note)
+    path = checkpoint_of(resume, output_dir)
+    try:
+        checkpoint.verify(path)
+    except ValueError as error:
+        raise InputError(f"resume={path}: {error}") from None
+    return path
+
+
 def remove_old(newest: Path, keep: int | None) -> None:
     """Of the checkpoint just written and those before it keep so many; None keeps all."""
     before = [path for path in all_checkpoints(newest.parent.parent) if _step(path) <= _step(newest)]

@@ -12,7 +12,7 @@ import torch
 import nanopar_models as models
 from nanopar_core import checkpoint
 from nanopar_models import PhiMoEConfig
-from nanopar_sft.checkpoints import checkpoint_of, newest_whole_checkpoint
+from nanopar_sft.checkpoints import checkpoint_of, checkpoint_to_read
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 
@@ -22,11 +22,12 @@ WEIGHTS = "model."  # how names of weights begin in a checkpoint
 
 def run(config: Config) -> None:
     """Read ``config.resume`` and write ``config.output_dir``."""
-    path = checkpoint_of(config.resume or "", config.output_dir)
-    if config.resume == "auto":
-        path = newest_whole_checkpoint(config.output_dir, lambda note: print(note, file=sys.stderr)) or path
+    resume = config.resume or ""
+    newest = checkpoint_of(resume, config.output_dir)
+    path = checkpoint_to_read(resume, config.output_dir, lambda note: print(note, file=sys.stderr))
+    if path is None:
+        raise InputError(f"resume=auto: no checkpoint in {newest.parent} is whole")
     try:
-        checkpoint.verify(path)
         step = write_model(path, config.output_dir)
     except KeyError as error:
         raise InputError(f"resume={path}: not written by nanopar-sft train: it has no {error}") from None

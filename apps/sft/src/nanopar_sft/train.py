@@ -34,7 +34,7 @@ from nanopar_core.checkpoint import Saving
 from nanopar_sft import answers, assemble, export, machine
 from nanopar_sft.batches import Batches
 from nanopar_sft.chat import Chat
-from nanopar_sft.checkpoints import checkpoint_of, checkpoint_path, newest_whole_checkpoint, remove_old, set_aside
+from nanopar_sft.checkpoints import checkpoint_path, checkpoint_to_read, remove_old, set_aside
 from nanopar_sft.config import Config
 from nanopar_sft.errors import InputError
 from nanopar_sft.evaluate import Result, answer, evaluate
@@ -318,7 +318,6 @@ class Trainer:
         """Take weights and optimizer state from a checkpoint; returns its step. Options of AdamW are the keys' own."""
         options = [{key: group[key] for key in ("weight_decay", "betas")} for group in self.optimizer.param_groups]
         try:
-            checkpoint.verify(path)
             step = int(checkpoint.read_extra(path)["step"])
             zero.load(path, self.parallel.part, self.optimizer)
         except KeyError as error:
@@ -349,11 +348,7 @@ class Trainer:
 
 def _checkpoint_to_resume(config: Config, note: Callable[[str], None]) -> Path | None:
     """The checkpoint to go on from; called on all ranks."""
-    if config.resume is None:
-        return None
-    if config.resume == "auto":
-        return newest_whole_checkpoint(config.output_dir, note)
-    return checkpoint_of(config.resume, config.output_dir)
+    return None if config.resume is None else checkpoint_to_read(config.resume, config.output_dir, note)
 
 
 def _describe(config: Config, chat: Chat, batches: Batches, total_steps: int, left_out: str) -> None:

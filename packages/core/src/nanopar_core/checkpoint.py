@@ -252,7 +252,7 @@ def load(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
                 saved, wanted = list(stored[name].shape), list(tensor.shape)
                 raise ValueError(f"checkpoint {path}: {name} has shape {saved}, the model needs {wanted}")
         for name, tensor in tensors.items():
-            tensor.detach().copy_(stored[name].read())
+            stored[name].read(out=tensor.detach())
 
 
 def describe(path: str | Path) -> dict[str, Tensor]:

@@ -22,9 +22,13 @@ from nanopar_core.specs import ParamSpec, Shard
 def part_of(full: Tensor, spec: ParamSpec) -> Tensor:
     """This rank's part of a whole parameter: a copy, contiguous; ``full`` itself where nothing divides it."""
     for shard in spec.shards:
-        places = own_places(shard, full.shape[shard.dim])
-        full = torch.cat([full.narrow(shard.dim, at.start, len(at)) for at in places], shard.dim)
+        full = take(full, shard.dim, own_places(shard, full.shape[shard.dim]))
     return full
+
+
+def take(tensor: Tensor, dim: int, places: Sequence[range]) -> Tensor:
+    """What lies at some ranges of a dim, one after the other: a copy."""
+    return torch.cat([tensor.narrow(dim, at.start, len(at)) for at in places], dim)
 
 
 def own_places(shard: Shard, length: int) -> list[range]:

@@ -26,7 +26,7 @@ from nanopar_core.sharding import boxes, places_of_part, whole_shape
 from nanopar_zero.buckets import Bucket
 from nanopar_zero.layout import Slot
 from nanopar_zero.optimizer import FlatShard, ZeroOptimizer
-from nanopar_zero.state import Entry, entries_of, loose, publish, settled, spec_of
+from nanopar_zero.state import Entry, entries_of, loose, publish, settled, specs_of
 from nanopar_zero.torch_private import COMPILED
 
 _ABOUT = "nanopar_zero"
@@ -84,7 +84,7 @@ def load(path: str | Path, model: nn.Module, optimizer: ZeroOptimizer) -> None:
     if not isinstance(about, dict) or not {"groups", "keys", "elementwise", "tied", "optimizer"} <= set(about):
         raise ValueError(f"checkpoint {path} was not written by nanopar_zero.save")
     buckets = settled(optimizer)
-    entries = entries_of(model, buckets)
+    entries, spec_of = entries_of(model, buckets), specs_of(model, optimizer)
     with checkpoint.reading(path) as found:
         stored = _under_all_names(found, about["tied"])
         others, problem = _names_of_other_stages(optimizer, entries), ""
@@ -92,13 +92,13 @@ def load(path: str | Path, model: nn.Module, optimizer: ZeroOptimizer) -> None:
         try:
             if not about["groups"]:
                 raise ValueError(f"checkpoint {path} holds weights only: it has no state to go on from")
-            _check_weights(path, model, optimizer, entries, stored, others)
+            _check_weights(path, entries, spec_of, stored, others)
             keys_of = _check_states(path, entries, optimizer, stored, about)
         except ValueError as error:
             problem = str(error)
         checkpoint.refuse_together(problem)
         for entry in loose(entries, buckets):
-            spec = spec_of(entry, model, optimizer)
+            spec = spec_of(entry)
             part = entry.tensor.contiguous()
             _read(stored[f"{_MODEL}{entry.name}"], spec, part.shape, 0, part.view(-1))
             entry.tensor.copy_(part)
@@ -127,10 +127,10 @@ def _contents(
 ) -> tuple[dict[str, Tensor | Parts], dict[str, Any]]:
     """This rank's tensors, and what else is needed to load them."""
     buckets = settled(optimizer)
-    entries = entries_of(model, buckets)
+    entries, spec_of = entries_of(model, buckets), specs_of(model, optimizer)
     tensors: dict[str, Tensor | Parts] = {}
     for entry in loose(entries, buckets):
-        spec = spec_of(entry, model, optimizer)
+        spec = spec_of(entry)
         part = entry.tensor.detach().contiguous()
         tensors[f"{_MODEL}{entry.name}"] = _parts(spec, part.shape, 0, part.view(-1)) if spec.shards else part
     for bucket in buckets:
@@ -276,13 +276,12 @@ def _read_state(
 
 def _check_weights(
     path: str | Path,
-    model: nn.Module,
-    optimizer: ZeroOptimizer,
     entries: Sequence[Entry],
+    spec_of: Callable[[Entry], ParamSpec],
     stored: Mapping[str, Stored],
     others: set[str],
 ) -> None:
-    wanted = {f"{_MODEL}{entry.name}": whole_shape(entry.tensor, spec_of(entry, model, optimizer)) for entry in entries}
+    wanted = {f"{_MODEL}{entry.name}": whole_shape(entry.tensor, spec_of(entry)) for entry in entries}
     for name, shape in wanted.items():
         if name not in stored:
             raise ValueError(f"checkpoint {path} has no {name}")

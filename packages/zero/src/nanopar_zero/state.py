@@ -7,7 +7,7 @@ load_full_state_dict   bucket by bucket: the first rank sends every rank its par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,8 +47,9 @@ def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Ten
                 copies[id(member)] = value.to("cpu", copy=True)
             del value
         del gathered  # before the next one is
+    spec_of = specs_of(model, optimizer)
     for entry in loose(entries, buckets):
-        value = whole_parameter(entry.tensor.detach(), spec_of(entry, model, optimizer), label="full state")
+        value = whole_parameter(entry.tensor.detach(), spec_of(entry), label="full state")
         if leads:
             copies[id(entry.tensor)] = value.to("cpu", copy=True)
     if not leads:
@@ -148,10 +149,10 @@ def loose(entries: Sequence[Entry], buckets: Sequence[Bucket]) -> list[Entry]:
     return [entry for entry in entries if id(entry.tensor) not in members]
 
 
-def spec_of(entry: Entry, model: nn.Module, optimizer: ZeroOptimizer) -> ParamSpec:
-    """How an entry is divided; a buffer is not."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return optimizer.specs.get(first.get(id(entry.tensor), ""), ParamSpec())
+def specs_of(model: nn.Module, optimizer: ZeroOptimizer) -> Callable[[Entry], ParamSpec]:
+    """What says how an entry is divided; a buffer is not."""
+    specs = {id(p): optimizer.specs[name] for name, p in model.named_parameters() if name in optimizer.specs}
+    return lambda entry: specs.get(id(entry.tensor), ParamSpec())
 
 
 def settled(optimizer: ZeroOptimizer) -> list[Bucket]:
